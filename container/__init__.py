@@ -1,0 +1,1 @@
+"""The bytes layer: what a container and a checkpoint look like on disk. Imports no sibling package."""

@@ -1,0 +1,136 @@
+"""A checkpoint folder as Hugging Face lays it out: config, weight map, shards; tensors as named byte ranges.
+
+Names and config are known without any shard; headers are read when a shard is first asked for. What bytes
+mean is decided elsewhere (`convert.encodings`, `validate.reference.decode`), each for itself.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from container.errors import ConfigError, ShardError, SourceError
+from container.shards import ShardHeader, ShardTensor, read_shard_header
+
+CONFIG_NAME = "config.json"
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+class Checkpoint:
+    """An opened checkpoint folder. Not to be shared between processes; cheap to open again."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], weight_map: dict[str, str]) -> None:
+        self.folder = folder
+        self.config = config  # config.json as released
+        self.weight_map = weight_map  # tensor -> shard file name
+        self._headers: dict[str, ShardHeader] = {}
+        self._files: dict[str, int] = {}
+
+    @classmethod
+    def open(cls, folder: Path) -> Checkpoint:
+        """Read config and weight map; no shard is touched, unless it is the only one and there is no index.
+
+        Raises SourceError (ConfigError, ShardError) when the folder is no checkpoint.
+        """
+        if not folder.is_dir():
+            raise SourceError(f"{folder}: no such folder; give the folder that holds {CONFIG_NAME} and the shards")
+        config = _json_object(folder / CONFIG_NAME, ConfigError)
+        for name in (INDEX_NAME, f"{INDEX_NAME}.gz"):
+            if (folder / name).is_file():
+                return cls(folder, config, _weight_map(folder / name))
+        single = folder / SINGLE_NAME
+        if not single.is_file():
+            raise SourceError(f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME} found: no weights here")
+        header = read_shard_header(single)
+        checkpoint = cls(folder, config, dict.fromkeys(header.tensors, SINGLE_NAME))
+        checkpoint._headers[SINGLE_NAME] = header
+        return checkpoint
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.weight_map
+
+    @property
+    def shard_names(self) -> list[str]:
+        """Every shard the weight map names, sorted."""
+        return sorted(set(self.weight_map.values()))
+
+    def shard(self, shard_name: str) -> ShardHeader:
+        """Header of one shard, read and checked once. Raises ShardError."""
+        if shard_name not in self._headers:
+            self._headers[shard_name] = read_shard_header(self.folder / shard_name)
+        return self._headers[shard_name]
+
+    def entry(self, name: str) -> ShardTensor:
+        """Dtype, shape and byte range of a tensor. Raises SourceError when it is nowhere."""
+        if name not in self.weight_map:
+            raise SourceError(f"{self.folder}: tensor {name} is not in the weight map")
+        header = self.shard(self.weight_map[name])
+        if name not in header.tensors:
+            raise ShardError(f"{header.path}: tensor {name} is missing, though the index says it is here")
+        return header.tensors[name]
+
+    def read(self, name: str, start_byte: int = 0, n_bytes: int | None = None) -> npt.NDArray[np.uint8]:
+        """`n_bytes` raw bytes of a tensor from `start_byte` on (default: all of it), as a new uint8 array.
+
+        Raises ShardError when the file ends early, ValueError when the range is outside the tensor.
+        """
+        tensor = self.entry(name)
+        if n_bytes is None:
+            n_bytes = tensor.n_bytes - start_byte
+        if start_byte < 0 or n_bytes < 0 or start_byte + n_bytes > tensor.n_bytes:
+            raise ValueError(f"bytes {start_byte}+{n_bytes} are outside {name} ({tensor.n_bytes} bytes)")
+        buffer = np.empty(n_bytes, dtype=np.uint8)
+        read_exactly(self._file(self.weight_map[name]), buffer.data, tensor.offset + start_byte, name)
+        return buffer
+
+    def close(self) -> None:
+        """Close the shards' files."""
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def _file(self, shard_name: str) -> int:
+        if shard_name not in self._files:
+            self._files[shard_name] = os.open(self.folder / shard_name, os.O_RDONLY)
+        return self._files[shard_name]
+
+
+def read_exactly(descriptor: int, buffer: memoryview, offset: int, what: str) -> None:
+    """Fill `buffer` from `offset` of an open file. Raises ShardError when the file is shorter."""
+    done = 0
+    while done < len(buffer):
+        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        if count == 0:
+            raise ShardError(f"{what}: the file ended at byte {offset + done}; it was changed or truncated while open")
+        done += count
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    index = _json_object(path, SourceError)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise SourceError(f"{path}: `weight_map` is missing or empty")
+    for shard in set(weight_map.values()) if all(isinstance(v, str) for v in weight_map.values()) else {None}:
+        if not shard or Path(shard).name != shard or "\0" in shard:
+            raise SourceError(f"{path}: `weight_map` must name plain file names, found {shard!r}")
+    return weight_map
+
+
+def _json_object(path: Path, error_type: type[SourceError]) -> dict[str, Any]:
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        value = json.loads(data)
+    except FileNotFoundError:
+        raise error_type(f"{path}: no such file; is {path.parent} a Hugging Face checkpoint?") from None
+    except (OSError, EOFError, ValueError, RecursionError) as error:
+        raise error_type(f"{path}: cannot be read as JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise error_type(f"{path}: must hold a JSON object, found {type(value).__name__}")
+    return value

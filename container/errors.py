@@ -1,0 +1,92 @@
+"""Every error moedock raises on purpose, in one tree.
+
+    MoedockError                 exit 1; its text is one complete message for a person
+    ├── UsageError               exit 2; the command line makes no sense
+    ├── SourceError              the checkpoint cannot be used
+    │   ├── ConfigError          config.json is missing, malformed or describes what we do not support
+    │   ├── ShardError           a safetensors file is missing, truncated or malformed
+    │   └── WeightError          a weight is NaN or infinite
+    ├── PreflightError           several problems at once, one line each
+    ├── FormatError              a container's bytes do not follow docs/FORMAT.md
+    │   └── IntegrityError       well-formed bytes whose checksum does not match
+    ├── BuildError               the output folder cannot be (or could not be) built in
+    │   ├── BusyError            another run holds the folder
+    │   ├── MismatchError        the folder belongs to a run with other options, seed or source
+    │   └── WorkerError          a worker process died
+    └── CheckError               a comparison could not be carried out
+
+A message names the file and the tensor, layer or expert, what was expected and what was found, and what
+to do next. Only `__main__` modules turn an error into an exit code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MoedockError(Exception):
+    """Base of all deliberate errors; `str(error)` is the message shown to the user."""
+
+    exit_code = 1
+
+
+class UsageError(MoedockError):
+    """Arguments that make no sense together."""
+
+    exit_code = 2
+
+
+class SourceError(MoedockError):
+    """The checkpoint cannot be used."""
+
+
+class ConfigError(SourceError):
+    """config.json is missing, malformed or describes something unsupported."""
+
+
+class ShardError(SourceError):
+    """A safetensors file is missing, truncated or malformed."""
+
+
+class WeightError(SourceError):
+    """A weight is NaN or infinite."""
+
+
+class PreflightError(MoedockError):
+    """Everything that stands against a conversion, found before the first byte is written."""
+
+    def __init__(self, problems: Sequence[str], *, shown: int = 40) -> None:
+        self.problems = list(problems)
+        lines = [f"cannot convert: {len(self.problems)} problem(s) found, nothing was written"]
+        lines += [f"  - {problem}" for problem in self.problems[:shown]]
+        if len(self.problems) > shown:
+            lines.append(f"  … and {len(self.problems) - shown} more")
+        super().__init__("\n".join(lines))
+
+
+class FormatError(MoedockError):
+    """A container's bytes do not follow docs/FORMAT.md."""
+
+
+class IntegrityError(FormatError):
+    """Well-formed bytes whose checksum does not match."""
+
+
+class BuildError(MoedockError):
+    """The output folder cannot be built in."""
+
+
+class BusyError(BuildError):
+    """Another run holds the output folder."""
+
+
+class MismatchError(BuildError):
+    """The output folder belongs to a run with other options, seed or source."""
+
+
+class WorkerError(BuildError):
+    """A worker process died or failed."""
+
+
+class CheckError(MoedockError):
+    """A comparison could not be carried out."""

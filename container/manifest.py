@@ -1,0 +1,314 @@
+"""manifest.json as typed, frozen dataclasses ⇄ JSON. The manifest is the commit record: published last.
+
+Keys of format v0 keep their names and meanings; `files`, `provenance` and a trunk entry's `crc32` are ours
+and optional on reading, so containers of other writers open too. Unknown keys are ignored, as other readers do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from container.errors import FormatError
+from container.layout import (
+    EXPERT_QUANTS,
+    FORMAT_VERSION,
+    GROUP_SIZE,
+    MANIFEST_NAME,
+    TILE_ROWS,
+    VEC_DIM,
+    ExpertFormat,
+    ExpertQuant,
+    TrunkFormat,
+)
+from container.trunk import TrunkSize, trunk_size
+
+MAX_MANIFEST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrunkEntry:
+    """One tensor of trunk.bin. Offsets are absolute; `n_bytes` covers values and scales."""
+
+    name: str
+    fmt: TrunkFormat
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+    scale_offset: int | None = None  # grouped formats only
+    crc32: int | None = None  # of all n_bytes, ours
+
+    @property
+    def size(self) -> TrunkSize:
+        """Rows and bytes per row."""
+        return trunk_size(self.shape, self.fmt)
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as format v0 spells it."""
+        entry: dict[str, Any] = {"name": self.name, "fmt": int(self.fmt), "off": self.offset}
+        entry |= {"shape": list(self.shape), "bytes": self.n_bytes}
+        if self.scale_offset is not None:
+            entry |= {"group": GROUP_SIZE, "scale_off": self.scale_offset}
+        if self.crc32 is not None:
+            entry["crc32"] = self.crc32
+        return entry
+
+    @classmethod
+    def from_json(cls, raw: Any, where: str) -> TrunkEntry:
+        """Raises FormatError, naming `where`, for anything that does not fit the format."""
+        keys = _Object(raw, where)
+        name = keys.text("name")
+        keys = _Object(raw, f"{where} ({name})")
+        fmt_number = keys.count("fmt")
+        if fmt_number not in list(TrunkFormat):
+            raise FormatError(f"{keys.where}: fmt {fmt_number} is not one we read ({_choices(TrunkFormat)})")
+        fmt = TrunkFormat(fmt_number)
+        shape = keys.value("shape")
+        if not isinstance(shape, list) or not 1 <= len(shape) <= 4 or not all(_is_count(n, least=1) for n in shape):
+            raise FormatError(f"{keys.where}: shape must be 1 to 4 positive whole numbers, found {shape!r}")
+        grouped = fmt is not TrunkFormat.F32
+        if grouped and keys.count("group") != GROUP_SIZE:
+            raise FormatError(f"{keys.where}: group must be {GROUP_SIZE}, found {keys.count('group')}")
+        entry = cls(
+            name=name,
+            fmt=fmt,
+            shape=tuple(shape),
+            offset=keys.count("off"),
+            n_bytes=keys.count("bytes"),
+            scale_offset=keys.count("scale_off") if grouped else None,
+            crc32=keys.count("crc32") if "crc32" in raw else None,
+        )
+        entry._check(keys.where)
+        return entry
+
+    def _check(self, where: str) -> None:
+        size = self.size
+        values_end = self.offset + size.values_bytes
+        end = self.offset + self.n_bytes
+        if self.scale_offset is None:
+            fits = self.n_bytes == size.values_bytes
+        else:
+            fits = values_end <= self.scale_offset and self.scale_offset + size.rows * size.row_scale_bytes <= end
+        if not fits:
+            raise FormatError(
+                f"{where}: {self.fmt.name} of shape {list(self.shape)} takes {size.total_bytes} bytes, which do not "
+                f"fit bytes {self.n_bytes}, off {self.offset}, scale_off {self.scale_offset}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BankEntry:
+    """One layer's expert bank."""
+
+    file: str
+    n_experts: int
+    n_bytes: int
+    codebook_base: int
+
+    @property
+    def stride_bytes(self) -> int:
+        """Bytes of one record."""
+        return self.n_bytes // self.n_experts
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as format v0 spells it."""
+        return {
+            "file": self.file,
+            "experts": self.n_experts,
+            "bytes": self.n_bytes,
+            "codebook_base": self.codebook_base,
+        }
+
+    @classmethod
+    def from_json(cls, raw: Any, where: str) -> BankEntry:
+        """Raises FormatError, naming `where`, for anything that does not fit the format."""
+        keys = _Object(raw, where)
+        entry = cls(
+            file=keys.file_name("file"),
+            n_experts=keys.count("experts", least=1),
+            n_bytes=keys.count("bytes", least=1),
+            codebook_base=keys.count("codebook_base"),
+        )
+        if entry.n_bytes % entry.n_experts:
+            raise FormatError(f"{where}: {entry.n_bytes} bytes are no whole number for {entry.n_experts} experts")
+        return entry
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """Size and checksum of one file of the container; ours."""
+
+    n_bytes: int
+    sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The entry as this project spells it."""
+        return {"bytes": self.n_bytes, "sha256": self.sha256}
+
+    @classmethod
+    def from_json(cls, raw: Any, where: str) -> FileEntry:
+        """Raises FormatError, naming `where`, for anything that does not fit."""
+        keys = _Object(raw, where)
+        return cls(n_bytes=keys.count("bytes"), sha256=keys.text("sha256"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A whole manifest. `config` is canonical (container.model.canonical_config)."""
+
+    arch: str
+    tensor_prefix: str
+    config: Mapping[str, Any]
+    expert_quant: ExpertQuant
+    layers: Mapping[int, BankEntry]
+    trunk: tuple[TrunkEntry, ...]
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The manifest as a JSON object; key order is fixed, so equal manifests give equal bytes."""
+        quant = self.expert_quant
+        return {
+            "format_version": FORMAT_VERSION,
+            "arch": self.arch,
+            "tensor_prefix": self.tensor_prefix,
+            "config": dict(self.config),
+            "expert_quant": {
+                "fmt": quant.fmt.name,
+                "stages": quant.n_stages,
+                "vec_dim": VEC_DIM,
+                "entries": quant.n_entries,
+                "index_block": TILE_ROWS,
+                "index_bits": quant.index_bits,
+                "bits_per_weight": quant.bits_per_weight,
+            },
+            "layers": {str(layer): self.layers[layer].to_json() for layer in sorted(self.layers)},
+            "trunk": [entry.to_json() for entry in self.trunk],
+            "files": {name: self.files[name].to_json() for name in sorted(self.files)},
+            "provenance": dict(self.provenance),
+        }
+
+    def to_bytes(self) -> bytes:
+        """The bytes of manifest.json."""
+        return json.dumps(self.to_json(), indent=1, ensure_ascii=False).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, raw: Any, where: str = MANIFEST_NAME) -> Manifest:
+        """Raises FormatError, naming `where` and the key, for anything that does not fit the format."""
+        keys = _Object(raw, where)
+        version = keys.value("format_version")
+        if version != FORMAT_VERSION or isinstance(version, bool):
+            raise FormatError(f"{where}: format_version is {version!r}; this program reads version {FORMAT_VERSION}")
+        layers = {
+            _layer_number(key, where): BankEntry.from_json(value, f"{where}: layer {key}")
+            for key, value in keys.mapping("layers").items()
+        }
+        trunk_list = keys.value("trunk")
+        if not isinstance(trunk_list, list):
+            raise FormatError(f"{where}: `trunk` must be a list")
+        trunk = tuple(TrunkEntry.from_json(entry, f"{where}: trunk[{n}]") for n, entry in enumerate(trunk_list))
+        names = [entry.name for entry in trunk]
+        if len(set(names)) != len(names):
+            raise FormatError(f"{where}: trunk tensor {_first_duplicate(names)} is listed twice")
+        files = keys.mapping("files") if "files" in raw else {}
+        return cls(
+            arch=keys.text("arch"),
+            tensor_prefix=keys.text("tensor_prefix"),
+            config=keys.mapping("config"),
+            expert_quant=_expert_quant(keys.mapping("expert_quant"), f"{where}: expert_quant"),
+            layers=layers,
+            trunk=trunk,
+            files={name: FileEntry.from_json(value, f"{where}: files.{name}") for name, value in files.items()},
+            provenance=keys.mapping("provenance") if "provenance" in raw else {},
+        )
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Read `folder`/manifest.json. Raises FormatError when it is absent, too large, no JSON or wrong."""
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            raise FormatError(f"{path}: no such file; is {folder} a container, and was its conversion finished?")
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise FormatError(f"{path}: {path.stat().st_size} bytes are more than a manifest can have")
+        try:
+            raw = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{path}: not valid JSON ({error})") from None
+        return cls.from_json(raw, str(path))
+
+
+class _Object:
+    """Typed look-ups in a JSON object; every failure says where."""
+
+    def __init__(self, raw: Any, where: str) -> None:
+        if not isinstance(raw, dict):
+            raise FormatError(f"{where}: must be an object, found {type(raw).__name__}")
+        self.raw = raw
+        self.where = where
+
+    def value(self, key: str) -> Any:
+        if key not in self.raw:
+            raise FormatError(f"{self.where}: `{key}` is missing")
+        return self.raw[key]
+
+    def count(self, key: str, *, least: int = 0) -> int:
+        value = self.value(key)
+        if not _is_count(value, least=least):
+            raise FormatError(f"{self.where}: `{key}` must be a whole number of at least {least}, found {value!r}")
+        return int(value)
+
+    def text(self, key: str) -> str:
+        value = self.value(key)
+        if not isinstance(value, str):
+            raise FormatError(f"{self.where}: `{key}` must be a string, found {value!r}")
+        return value
+
+    def file_name(self, key: str) -> str:
+        """A plain name inside the container's folder, never a path out of it."""
+        name = self.text(key)
+        if not name or Path(name).name != name or "\0" in name:
+            raise FormatError(f"{self.where}: `{key}` must be a plain file name, found {name!r}")
+        return name
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        return _Object(self.value(key), f"{self.where}: `{key}`").raw
+
+
+def _expert_quant(raw: Any, where: str) -> ExpertQuant:
+    keys = _Object(raw, where)
+    names = {quant.fmt.name: quant for quant in EXPERT_QUANTS.values()}
+    fmt = keys.text("fmt")
+    if fmt not in names:
+        raise FormatError(f"{where}: fmt {fmt!r} is not one we read ({_choices(ExpertFormat)})")
+    quant = names[fmt]
+    for key, expected in (
+        ("stages", quant.n_stages),
+        ("vec_dim", VEC_DIM),
+        ("entries", quant.n_entries),
+        ("index_block", TILE_ROWS),
+        ("index_bits", quant.index_bits),
+    ):
+        if keys.count(key) != expected:
+            raise FormatError(f"{where}: {fmt} has `{key}` {expected}, found {keys.count(key)}")
+    return quant
+
+
+def _layer_number(key: str, where: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 5:
+        raise FormatError(f"{where}: layer {key!r} is not a number")
+    return int(key)
+
+
+def _is_count(value: Any, *, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
+
+
+def _first_duplicate(names: list[str]) -> str:
+    return next(name for n, name in enumerate(names) if name in names[:n])
+
+
+def _choices(formats: type[ExpertFormat] | type[TrunkFormat]) -> str:
+    return ", ".join(f"{fmt.name} = {fmt.value}" for fmt in formats)
