@@ -7,20 +7,26 @@ mean is decided elsewhere (`convert.encodings`, `validate.reference.decode`), ea
 from __future__ import annotations
 
 import gzip
-import json
+import io
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from container.errors import ConfigError, ShardError, SourceError
+from container.errors import ConfigError, ShardError, SourceError, shown
+from container.layout import is_plain_file_name
 from container.shards import ShardHeader, ShardTensor, read_shard_header
+from container.strict_json import parse_object
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+# K3's index has 60 MB; the limit stops a small .gz that unpacks without end.
+MAX_JSON_BYTES = 1 << 30
 
 
 class Checkpoint:
@@ -53,7 +59,7 @@ class Checkpoint:
         checkpoint._headers[SINGLE_NAME] = header
         return checkpoint
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.weight_map
 
     @property
@@ -98,7 +104,11 @@ class Checkpoint:
 
     def _file(self, shard_name: str) -> int:
         if shard_name not in self._files:
-            self._files[shard_name] = os.open(self.folder / shard_name, os.O_RDONLY)
+            path = self.folder / shard_name
+            try:
+                self._files[shard_name] = os.open(path, os.O_RDONLY)
+            except OSError as error:
+                raise ShardError(f"{path}: cannot be opened ({os.strerror(error.errno or 0)})") from None
         return self._files[shard_name]
 
 
@@ -117,20 +127,28 @@ def _weight_map(path: Path) -> dict[str, str]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise SourceError(f"{path}: `weight_map` is missing or empty")
-    for shard in set(weight_map.values()) if all(isinstance(v, str) for v in weight_map.values()) else {None}:
-        if not shard or Path(shard).name != shard or "\0" in shard:
-            raise SourceError(f"{path}: `weight_map` must name plain file names, found {shard!r}")
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not is_plain_file_name(shard):
+            raise SourceError(
+                f"{path}: `weight_map` must give a plain file name for tensor {tensor}, found {shown(shard)}"
+            )
     return weight_map
 
 
 def _json_object(path: Path, error_type: type[SourceError]) -> dict[str, Any]:
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        value = json.loads(data)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            return parse_object(_read_limited(file))
     except FileNotFoundError:
         raise error_type(f"{path}: no such file; is {path.parent} a Hugging Face checkpoint?") from None
-    except (OSError, EOFError, ValueError, RecursionError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise error_type(f"{path}: cannot be read as JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise error_type(f"{path}: must hold a JSON object, found {type(value).__name__}")
-    return value
+
+
+def _read_limited(file: io.BufferedIOBase) -> bytes:
+    data = bytearray()
+    while piece := file.read(1 << 20):
+        data += piece
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {MAX_JSON_BYTES} bytes")
+    return bytes(data)

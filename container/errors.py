@@ -21,7 +21,16 @@ to do next. Only `__main__` modules turn an error into an exit code.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 200
+
+
+def shown(value: object) -> str:
+    """`value` as a message shows it: cut short, since a hostile file's values may be huge or deeply nested."""
+    return _REPR.repr(value)
 
 
 class MoedockError(Exception):

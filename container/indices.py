@@ -37,7 +37,7 @@ def pack_indices(codes: Codes, quant: ExpertQuant) -> Codes:
     packed = _pack_6_bits(codes) if quant.index_bits == 6 else codes
     tiles = np.zeros((rows_padded // TILE_ROWS, n_vectors, TILE_ROWS, quant.vector_bytes), dtype=np.uint8)
     whole = rows // TILE_ROWS
-    tiles[:whole] = packed[: whole * TILE_ROWS].reshape(whole, TILE_ROWS, n_vectors, -1).transpose(0, 2, 1, 3)
+    tiles[:whole] = packed[: whole * TILE_ROWS].reshape(whole, TILE_ROWS, *tiles.shape[1::2]).transpose(0, 2, 1, 3)
     if rows % TILE_ROWS:
         tiles[whole, :, : rows % TILE_ROWS] = packed[whole * TILE_ROWS :].transpose(1, 0, 2)
     return tiles.reshape(-1)

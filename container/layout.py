@@ -14,6 +14,8 @@ FORMAT_VERSION = 0
 MANIFEST_NAME = "manifest.json"
 TRUNK_NAME = "trunk.bin"
 CODEBOOKS_NAME = "codebooks.bin"
+TOKENIZER_NAME = "tokenizer.model"
+SPECIALS_NAME = "specials.json"
 
 EXPERT_MAGIC = 0x50584557  # "WEXP"
 CODEBOOK_MAGIC = 0x4B424357  # "WCBK"
@@ -29,6 +31,7 @@ CODEBOOK_FMT = 4
 
 VEC_DIM = 8  # weights per vector
 TILE_ROWS = 64  # rows per index tile
+MAX_U16 = 0xFFFF  # layer, expert and codebook id are u16 in the headers
 GROUP_SIZE = 128  # trunk weights that share one group scale
 TRUNK_ALIGNMENT = 64  # ours: v0 asks for none; a cache line keeps every tensor's start aligned in memory
 
@@ -88,6 +91,11 @@ EXPERT_QUANTS: dict[ExpertFormat, ExpertQuant] = {quant.fmt: quant for quant in 
 def bank_name(layer: int) -> str:
     """File name of a layer's expert bank."""
     return f"experts-L{layer}.bin"
+
+
+def is_plain_file_name(name: str) -> bool:
+    """True for a name that stays inside its folder on every system: no separator, no `..`, no NUL."""
+    return name not in ("", ".", "..") and not any(mark in name for mark in "/\\\0")
 
 
 def align_up(n_bytes: int, alignment: int) -> int:

@@ -6,24 +6,33 @@ and optional on reading, so containers of other writers open too. Unknown keys a
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import string
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from container.errors import FormatError
+from container.errors import FormatError, shown
 from container.layout import (
+    CODEBOOKS_NAME,
     EXPERT_QUANTS,
     FORMAT_VERSION,
     GROUP_SIZE,
     MANIFEST_NAME,
+    MAX_U16,
     TILE_ROWS,
+    TRUNK_NAME,
     VEC_DIM,
     ExpertFormat,
     ExpertQuant,
     TrunkFormat,
+    is_plain_file_name,
 )
+from container.strict_json import parse_object
 from container.trunk import TrunkSize, trunk_size
 
 MAX_MANIFEST_BYTES = 256 << 20
@@ -68,7 +77,7 @@ class TrunkEntry:
         fmt = TrunkFormat(fmt_number)
         shape = keys.value("shape")
         if not isinstance(shape, list) or not 1 <= len(shape) <= 4 or not all(_is_count(n, least=1) for n in shape):
-            raise FormatError(f"{keys.where}: shape must be 1 to 4 positive whole numbers, found {shape!r}")
+            raise FormatError(f"{keys.where}: shape must be 1 to 4 positive whole numbers, found {shown(shape)}")
         grouped = fmt is not TrunkFormat.F32
         if grouped and keys.count("group") != GROUP_SIZE:
             raise FormatError(f"{keys.where}: group must be {GROUP_SIZE}, found {keys.count('group')}")
@@ -79,7 +88,7 @@ class TrunkEntry:
             offset=keys.count("off"),
             n_bytes=keys.count("bytes"),
             scale_offset=keys.count("scale_off") if grouped else None,
-            crc32=keys.count("crc32") if "crc32" in raw else None,
+            crc32=keys.count("crc32", most=0xFFFFFFFF) if "crc32" in raw else None,
         )
         entry._check(keys.where)
         return entry
@@ -130,7 +139,7 @@ class BankEntry:
             file=keys.file_name("file"),
             n_experts=keys.count("experts", least=1),
             n_bytes=keys.count("bytes", least=1),
-            codebook_base=keys.count("codebook_base"),
+            codebook_base=keys.count("codebook_base", most=MAX_U16),
         )
         if entry.n_bytes % entry.n_experts:
             raise FormatError(f"{where}: {entry.n_bytes} bytes are no whole number for {entry.n_experts} experts")
@@ -144,6 +153,17 @@ class FileEntry:
     n_bytes: int
     sha256: str
 
+    @classmethod
+    def of_bytes(cls, data: bytes) -> FileEntry:
+        """The entry of a small file that holds `data`."""
+        return cls(n_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    @classmethod
+    def of_file(cls, path: Path) -> FileEntry:
+        """The entry of a file as it is on disk, read in pieces. Raises OSError."""
+        with path.open("rb") as file:
+            return cls(n_bytes=os.fstat(file.fileno()).st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
     def to_json(self) -> dict[str, Any]:
         """The entry as this project spells it."""
         return {"bytes": self.n_bytes, "sha256": self.sha256}
@@ -152,7 +172,10 @@ class FileEntry:
     def from_json(cls, raw: Any, where: str) -> FileEntry:
         """Raises FormatError, naming `where`, for anything that does not fit."""
         keys = _Object(raw, where)
-        return cls(n_bytes=keys.count("bytes"), sha256=keys.text("sha256"))
+        sha256 = keys.text("sha256")
+        if len(sha256) != 64 or not set(sha256) <= set(string.hexdigits.lower()):
+            raise FormatError(f"{where}: `sha256` must be 64 lower-case hexadecimal digits, found {shown(sha256)}")
+        return cls(n_bytes=keys.count("bytes"), sha256=sha256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,20 +223,26 @@ class Manifest:
         """Raises FormatError, naming `where` and the key, for anything that does not fit the format."""
         keys = _Object(raw, where)
         version = keys.value("format_version")
-        if version != FORMAT_VERSION or isinstance(version, bool):
-            raise FormatError(f"{where}: format_version is {version!r}; this program reads version {FORMAT_VERSION}")
+        if not _is_count(version) or version != FORMAT_VERSION:
+            raise FormatError(
+                f"{where}: format_version is {shown(version)}; this program reads version {FORMAT_VERSION}"
+            )
         layers = {
             _layer_number(key, where): BankEntry.from_json(value, f"{where}: layer {key}")
             for key, value in keys.mapping("layers").items()
         }
+        _check_bank_names(layers, where)
         trunk_list = keys.value("trunk")
         if not isinstance(trunk_list, list):
             raise FormatError(f"{where}: `trunk` must be a list")
         trunk = tuple(TrunkEntry.from_json(entry, f"{where}: trunk[{n}]") for n, entry in enumerate(trunk_list))
         names = [entry.name for entry in trunk]
         if len(set(names)) != len(names):
-            raise FormatError(f"{where}: trunk tensor {_first_duplicate(names)} is listed twice")
+            raise FormatError(f"{where}: trunk tensor {_duplicate(names)} is listed twice")
         files = keys.mapping("files") if "files" in raw else {}
+        for name in files:
+            if not is_plain_file_name(name):
+                raise FormatError(f"{where}: `files` must name plain file names, found {shown(name)}")
         return cls(
             arch=keys.text("arch"),
             tensor_prefix=keys.text("tensor_prefix"),
@@ -229,13 +258,16 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Read `folder`/manifest.json. Raises FormatError when it is absent, too large, no JSON or wrong."""
         path = folder / MANIFEST_NAME
-        if not path.is_file():
-            raise FormatError(f"{path}: no such file; is {folder} a container, and was its conversion finished?")
-        if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise FormatError(f"{path}: {path.stat().st_size} bytes are more than a manifest can have")
         try:
-            raw = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
+            if not path.is_file():
+                raise FormatError(f"{path}: no such file; is {folder} a container, and was its conversion finished?")
+            n_bytes = path.stat().st_size
+            if n_bytes > MAX_MANIFEST_BYTES:
+                raise FormatError(f"{path}: {n_bytes} bytes are more than a manifest can have ({MAX_MANIFEST_BYTES})")
+            raw = parse_object(path.read_bytes())
+        except OSError as error:
+            raise FormatError(f"{path}: cannot be read ({os.strerror(error.errno or 0)})") from None
+        except ValueError as error:
             raise FormatError(f"{path}: not valid JSON ({error})") from None
         return cls.from_json(raw, str(path))
 
@@ -254,23 +286,25 @@ class _Object:
             raise FormatError(f"{self.where}: `{key}` is missing")
         return self.raw[key]
 
-    def count(self, key: str, *, least: int = 0) -> int:
+    def count(self, key: str, *, least: int = 0, most: int = (1 << 63) - 1) -> int:
         value = self.value(key)
-        if not _is_count(value, least=least):
-            raise FormatError(f"{self.where}: `{key}` must be a whole number of at least {least}, found {value!r}")
+        if not _is_count(value, least=least, most=most):
+            raise FormatError(
+                f"{self.where}: `{key}` must be a whole number from {least} to {most}, found {shown(value)}"
+            )
         return int(value)
 
     def text(self, key: str) -> str:
         value = self.value(key)
         if not isinstance(value, str):
-            raise FormatError(f"{self.where}: `{key}` must be a string, found {value!r}")
+            raise FormatError(f"{self.where}: `{key}` must be a string, found {shown(value)}")
         return value
 
     def file_name(self, key: str) -> str:
         """A plain name inside the container's folder, never a path out of it."""
         name = self.text(key)
-        if not name or Path(name).name != name or "\0" in name:
-            raise FormatError(f"{self.where}: `{key}` must be a plain file name, found {name!r}")
+        if not is_plain_file_name(name):
+            raise FormatError(f"{self.where}: `{key}` must be a plain file name, found {shown(name)}")
         return name
 
     def mapping(self, key: str) -> dict[str, Any]:
@@ -282,7 +316,7 @@ def _expert_quant(raw: Any, where: str) -> ExpertQuant:
     names = {quant.fmt.name: quant for quant in EXPERT_QUANTS.values()}
     fmt = keys.text("fmt")
     if fmt not in names:
-        raise FormatError(f"{where}: fmt {fmt!r} is not one we read ({_choices(ExpertFormat)})")
+        raise FormatError(f"{where}: fmt {shown(fmt)} is not one we read ({_choices(ExpertFormat)})")
     quant = names[fmt]
     for key, expected in (
         ("stages", quant.n_stages),
@@ -297,17 +331,24 @@ def _expert_quant(raw: Any, where: str) -> ExpertQuant:
 
 
 def _layer_number(key: str, where: str) -> int:
-    if not key.isascii() or not key.isdigit() or len(key) > 5:
-        raise FormatError(f"{where}: layer {key!r} is not a number")
+    plain = key.isascii() and key.isdigit() and len(key) <= 5 and str(int(key)) == key
+    if not plain or int(key) > MAX_U16:
+        raise FormatError(f"{where}: layer {shown(key)} is not a plain number from 0 to {MAX_U16}")
     return int(key)
 
 
-def _is_count(value: Any, *, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 63
+def _check_bank_names(layers: Mapping[int, BankEntry], where: str) -> None:
+    names = [MANIFEST_NAME, TRUNK_NAME, CODEBOOKS_NAME, *(bank.file for bank in layers.values())]
+    if len(set(names)) != len(names):
+        raise FormatError(f"{where}: `layers` must give each bank a file of its own, {_duplicate(names)} is used twice")
 
 
-def _first_duplicate(names: list[str]) -> str:
-    return next(name for n, name in enumerate(names) if name in names[:n])
+def _is_count(value: Any, *, least: int = 0, most: int = (1 << 63) - 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _duplicate(names: list[str]) -> str:
+    return Counter(names).most_common(1)[0][0]
 
 
 def _choices(formats: type[ExpertFormat] | type[TrunkFormat]) -> str:

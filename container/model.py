@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from container.errors import ConfigError
+from container.errors import ConfigError, shown
+from container.layout import EXPERT_QUANTS, MAX_U16
 
 # canonical key -> spellings found in releases of the family
 MOE_ALIASES: dict[str, tuple[str, ...]] = {
@@ -27,6 +28,12 @@ KINDS = ("gate", "up", "down")
 LATENT_NORM_EPS = 1e-6
 # fla adds it to the sum of squares under the root (kimi_family 3.2)
 L2_NORM_EPS = 1e-6
+
+# Codebook ids are u16 and every layer may need its own.
+MAX_LAYERS = (MAX_U16 + 1) // max(quant.n_codebooks for quant in EXPERT_QUANTS.values())
+# Of one dimension or count: far above any model, and small enough that no sum of products surprises anybody.
+MAX_SIZE = 1 << 32
+MAX_FLOAT = 3e38  # what float32 holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +137,9 @@ class ModelConfig:
         something this project does not implement.
         """
         keys = _Keys(config)
-        n_layers = keys.count("num_hidden_layers")
+        n_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
         _refuse_unsupported(config)
-        beta = config.get("activation_situ_beta")
-        linear_beta = config.get("activation_situ_linear_beta")
-        block = config.get("attn_res_block_size")
+        linear_beta = keys.optional_number("activation_situ_linear_beta")
         return cls(
             vocab_size=keys.count("vocab_size"),
             hidden_size=keys.count("hidden_size"),
@@ -142,9 +147,9 @@ class ModelConfig:
             n_layers=n_layers,
             rms_norm_eps=keys.number("rms_norm_eps"),
             hidden_act=str(config["hidden_act"]),
-            situ_beta=float(beta) if beta else 1.0,
-            situ_linear_beta=None if linear_beta is None else (float(linear_beta) or 1.0),
-            attn_res_block_size=int(block) if block else None,
+            situ_beta=keys.optional_number("activation_situ_beta") or 1.0,
+            situ_linear_beta=None if linear_beta is None else (linear_beta or 1.0),
+            attn_res_block_size=keys.count("attn_res_block_size", 0, least=0) or None,
             kda=_kda(keys, n_layers),
             mla=_mla(keys),
             moe=_moe(keys, n_layers),
@@ -190,42 +195,53 @@ class _Keys:
             raise ConfigError(f"config: `{self.path}{key}` is missing")
         return self.config[key]
 
-    def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
         value = default if default is not None and self.config.get(key) is None else self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"config: `{self.path}{key}` must be a whole number of at least {least}, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ConfigError(
+                f"config: `{self.path}{key}` must be a whole number from {least} to {most}, found {shown(value)}"
+            )
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = default if default is not None and self.config.get(key) is None else self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"config: `{self.path}{key}` must be a number, found {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
+            raise ConfigError(f"config: `{self.path}{key}` must be a finite number, found {shown(value)}")
         return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.config.get(key) is None else self.number(key)
+
+    def flag(self, key: str) -> bool:
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ConfigError(f"config: `{self.path}{key}` must be true or false, found {shown(value)}")
+        return bool(value)
 
     def section(self, key: str) -> _Keys:
         value = self.get(key)
         if not isinstance(value, Mapping):
-            raise ConfigError(f"config: `{self.path}{key}` must be an object, found {value!r}")
+            raise ConfigError(f"config: `{self.path}{key}` must be an object, found {shown(value)}")
         return _Keys(value, f"{self.path}{key}.")
 
 
 def _kda(keys: _Keys, n_layers: int) -> KdaConfig:
     linear = keys.section("linear_attn_config")
     listed = linear.get("kda_layers")
-    if not isinstance(listed, list) or not all(isinstance(n, int) and 1 <= n <= n_layers for n in listed):
-        raise ConfigError(f"config: `linear_attn_config.kda_layers` must list layers 1 to {n_layers}")
     full = linear.config.get("full_attn_layers")
+    for key, layers in (("kda_layers", listed), ("full_attn_layers", [] if full is None else full)):
+        if not isinstance(layers, list) or not all(type(n) is int and 1 <= n <= n_layers for n in layers):
+            raise ConfigError(f"config: `linear_attn_config.{key}` must list layers from 1 to {n_layers}")
     if full is not None and sorted([*listed, *full]) != list(range(1, n_layers + 1)):
         raise ConfigError(
             "config: `linear_attn_config` must name each layer once, in `kda_layers` or `full_attn_layers` (1-based)"
         )
-    bound = linear.config.get("gate_lower_bound")
     return KdaConfig(
         n_heads=linear.count("num_heads"),
         head_dim=linear.count("head_dim"),
         conv_kernel=linear.count("short_conv_kernel_size"),
-        full_rank_gate=bool(linear.config.get("use_full_rank_gate", False)),
-        gate_lower_bound=None if bound is None else float(bound),
+        full_rank_gate=linear.flag("use_full_rank_gate"),
+        gate_lower_bound=linear.optional_number("gate_lower_bound"),
         layers=frozenset(n - 1 for n in listed),
     )
 
@@ -239,14 +255,14 @@ def _mla(keys: _Keys) -> MlaConfig:
         qk_nope_head_dim=keys.count("qk_nope_head_dim"),
         qk_rope_head_dim=keys.count("qk_rope_head_dim"),
         v_head_dim=keys.count("v_head_dim"),
-        output_gate=bool(keys.config.get("mla_use_output_gate", False)),
+        output_gate=keys.flag("mla_use_output_gate"),
     )
 
 
 def _moe(keys: _Keys, n_layers: int) -> MoeConfig:
     latent = keys.config.get("routed_expert_hidden_size")
     moe = MoeConfig(
-        n_experts=keys.count("num_experts"),
+        n_experts=keys.count("num_experts", most=MAX_U16),
         top_k=keys.count("num_experts_per_token"),
         n_shared_experts=keys.count("num_shared_experts", 0, least=0),
         intermediate_size=keys.count("moe_intermediate_size"),
@@ -256,12 +272,10 @@ def _moe(keys: _Keys, n_layers: int) -> MoeConfig:
         n_groups=keys.count("num_expert_group", 1),
         topk_groups=keys.count("topk_group", 1),
         latent_size=None if latent is None else keys.count("routed_expert_hidden_size"),
-        latent_norm=bool(keys.config.get("latent_moe_use_norm", False)),
+        latent_norm=keys.flag("latent_moe_use_norm"),
     )
     if moe.first_dense > n_layers:
         raise ConfigError(f"config: `first_k_dense_replace` {moe.first_dense} is above num_hidden_layers {n_layers}")
-    if moe.n_experts > 65535:
-        raise ConfigError(f"config: `num_experts` {moe.n_experts} does not fit a record header (65535 at most)")
     if moe.top_k > moe.n_experts:
         raise ConfigError(f"config: `num_experts_per_token` {moe.top_k} is above num_experts {moe.n_experts}")
     if moe.n_experts % moe.n_groups or moe.topk_groups > moe.n_groups:
@@ -284,4 +298,4 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     for key, allowed in required.items():
         if config.get(key) not in allowed:
             wanted = " or ".join(repr(value) for value in allowed if value is not None)
-            raise ConfigError(f"config: `{key}` is {config.get(key)!r}; only {wanted} is supported")
+            raise ConfigError(f"config: `{key}` is {shown(config.get(key))}; only {wanted} is supported")

@@ -7,6 +7,7 @@ checked on every read, its crc32 on request.
 from __future__ import annotations
 
 import os
+import stat
 from functools import cached_property
 from pathlib import Path
 
@@ -44,8 +45,8 @@ class ContainerReader:
         reader = cls(folder, manifest, model)
         try:
             reader._check_banks()
-            reader._check_trunk()
-            reader._open_file(CODEBOOKS_NAME, None)
+            reader._check_resident(TRUNK_NAME, reader.trunk_bytes)
+            reader._check_resident(CODEBOOKS_NAME, reader.codebook_bytes)
         except BaseException:
             reader.close()
             raise
@@ -84,15 +85,18 @@ class ContainerReader:
         """Rows `start` to `stop` of a trunk tensor: (values [rows, row_bytes], group scales [rows, groups]).
 
         Rows are the product of all dimensions but the last; F32 tensors have no scales, [rows, 0].
+        Raises ValueError outside the tensor.
         """
         size = entry.size
+        if not 0 <= start <= stop <= size.rows:
+            raise ValueError(f"rows {start} to {stop} are outside {entry.name} ({size.rows} rows)")
         values = self.read_trunk_range(entry, start * size.row_bytes, (stop - start) * size.row_bytes)
         values = values.reshape(stop - start, size.row_bytes)
         if entry.scale_offset is None:
             return values, np.empty((stop - start, 0), dtype=np.float16)
         scales_start = entry.scale_offset - entry.offset + start * size.row_scale_bytes
         scales = self.read_trunk_range(entry, scales_start, (stop - start) * size.row_scale_bytes)
-        return values, scales.view("<f2").reshape(stop - start, -1)
+        return values, scales.view("<f2").reshape(stop - start, size.row_scale_bytes // 2)
 
     def read_expert(self, layer: int, expert: int, *, check_crc: bool = False) -> ExpertRecord:
         """One expert, by one read. Raises FormatError for a bad record, IntegrityError for a wrong crc32."""
@@ -138,34 +142,45 @@ class ContainerReader:
         """Bytes of trunk.bin up to the end of its last tensor."""
         return max((entry.offset + entry.n_bytes for entry in self.manifest.trunk), default=0)
 
+    @cached_property
+    def codebook_bytes(self) -> int:
+        """Bytes of codebooks.bin up to the end of the last layer's codebooks."""
+        quant = self.manifest.expert_quant
+        bases = [bank.codebook_base for bank in self.manifest.layers.values()]
+        return (max(bases) + quant.n_codebooks) * CodebookRecord.size(quant.n_entries) if bases else 0
+
     def _check_banks(self) -> None:
-        expected = set(self.model.moe_layers)
-        found = set(self.manifest.layers)
-        if found != expected:
-            different = sorted(expected ^ found)
+        different = sorted(set(self.model.moe_layers) ^ set(self.manifest.layers))
+        if different:
             raise FormatError(f"{self.folder}: banks and MoE layers of the model differ in layers {different[:10]}")
+        try:
+            stride_bytes = self.layout.stride_bytes
+        except FormatError as error:
+            raise FormatError(f"{self.folder}: {error}") from None
         for layer, bank in self.manifest.layers.items():
-            if bank.n_experts != self.model.moe.n_experts:
-                raise FormatError(
-                    f"{self.folder}: layer {layer} has {bank.n_experts} experts, the config says "
-                    f"{self.model.moe.n_experts}"
-                )
-            if bank.stride_bytes != self.layout.stride_bytes:
-                raise FormatError(
-                    f"{self.folder}: records of layer {layer} have {bank.stride_bytes} bytes, the config's shapes "
-                    f"need {self.layout.stride_bytes}"
-                )
+            for what, found, needed in (
+                ("experts", bank.n_experts, self.model.moe.n_experts),
+                ("bytes per record", bank.stride_bytes, stride_bytes),
+            ):
+                if found != needed:
+                    raise FormatError(
+                        f"{self.folder}: the manifest gives layer {layer} {found} {what}, its config needs {needed}"
+                    )
             self._open_file(bank.file, bank.n_bytes)
 
-    def _check_trunk(self) -> None:
-        self._open_file(TRUNK_NAME, None)
-        found = os.fstat(self._descriptors[TRUNK_NAME]).st_size
-        if found < self.trunk_bytes:
-            raise FormatError(f"{self.folder / TRUNK_NAME}: {self.trunk_bytes} bytes expected, found {found}")
+    def _check_resident(self, name: str, least_bytes: int) -> None:
+        """Open a file whose exact size only our own `files` key records; any writer's holds `least_bytes`."""
+        recorded = self.manifest.files.get(name)
+        self._open_file(name, None if recorded is None else recorded.n_bytes)
+        found = os.fstat(self._descriptors[name]).st_size
+        if found < least_bytes:
+            raise FormatError(f"{self.folder / name}: at least {least_bytes} bytes expected, found {found}")
 
     def _open_file(self, name: str, n_bytes: int | None) -> None:
         path = self.folder / name
         try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise FormatError(f"{path}: is not a regular file")
             descriptor = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise FormatError(f"{path}: cannot be opened ({os.strerror(error.errno or 0)})") from None

@@ -171,7 +171,7 @@ def _checked_header(
     if len(record) < EXPERT_HEADER.size:
         raise FormatError(f"{where}: {len(record)} bytes are too few for a record header ({EXPERT_HEADER.size})")
     fields = EXPERT_HEADER.unpack_from(record)
-    magic, found_layer, found_expert, fmt, _flags, base, lowrank, _, pages = fields[:9]
+    magic, found_layer, found_expert, fmt, flags, base, lowrank, _, pages = fields[:9]
     offsets, crc = fields[9:13], fields[13]
     stride = layout.stride_bytes
     for what, found, expected in (
@@ -179,6 +179,7 @@ def _checked_header(
         ("layer", found_layer, layer),
         ("expert", found_expert, expert),
         ("format", fmt, int(layout.quant.fmt)),
+        ("flags", flags, 0),
         ("codebook base", base, codebook_base),
         ("lowrank id", lowrank, 0),
         ("record length", pages * ALIGNMENT, stride),
@@ -208,7 +209,9 @@ class CodebookRecord:
         return CODEBOOK_HEADER.size + 2 * n_entries * VEC_DIM
 
     def pack(self) -> bytes:
-        """The record's bytes."""
+        """The record's bytes. Raises FormatError when the entries are not [n, 8] finite numbers."""
+        if self.entries.ndim != 2 or self.entries.shape[1] != VEC_DIM or not np.isfinite(self.entries).all():
+            raise FormatError(f"codebook {self.id}: entries must be finite and [n, {VEC_DIM}]")
         n_entries = len(self.entries)
         header = CODEBOOK_HEADER.pack(CODEBOOK_MAGIC, self.id, CODEBOOK_FMT, VEC_DIM, n_entries, 0)
         return header + np.ascontiguousarray(self.entries, dtype="<f2").tobytes()

@@ -7,19 +7,22 @@ no overlap, no hole, no trailing byte (source of the rules: the format section o
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from container.errors import ShardError
+from container.errors import ShardError, shown
+from container.strict_json import parse_object
 
 # The library refuses larger headers too; K3's are 0.8 MB.
 MAX_HEADER_BYTES = 100_000_000
 LENGTH = struct.Struct("<Q")
+# numpy's and torch's limit; without one, the product of a hostile shape takes minutes
+MAX_DIMENSIONS = 64
 
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
@@ -62,6 +65,7 @@ class ShardHeader:
 
     path: Path
     file_bytes: int
+    data_offset: int  # where the header ends and the tensors begin
     tensors: dict[str, ShardTensor]
 
 
@@ -72,7 +76,10 @@ def read_shard_header(path: Path) -> ShardHeader:
     header contradicts itself.
     """
     try:
-        file_bytes = path.stat().st_size
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise ShardError(f"{path}: is not a regular file")
+        file_bytes = status.st_size
         with path.open("rb") as file:
             raw_length = file.read(LENGTH.size)
             header_bytes = _header_length(raw_length, file_bytes, path)
@@ -88,7 +95,7 @@ def read_shard_header(path: Path) -> ShardHeader:
         key=lambda tensor: (tensor.offset, tensor.n_bytes, tensor.name),
     )
     _check_tiling(tensors, data_offset, file_bytes, path)
-    return ShardHeader(path, file_bytes, {tensor.name: tensor for tensor in tensors})
+    return ShardHeader(path, file_bytes, data_offset, {tensor.name: tensor for tensor in tensors})
 
 
 def _header_length(raw: bytes, file_bytes: int, path: Path) -> int:
@@ -106,22 +113,15 @@ def _header_length(raw: bytes, file_bytes: int, path: Path) -> int:
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:
     try:
-        entries = json.loads(raw.decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as error:
+        entries = parse_object(raw)
+    except ValueError as error:
         raise ShardError(f"{path}: header is not valid JSON ({error})") from None
-    if not isinstance(entries, dict) or not raw.startswith(b"{"):
+    if not raw.startswith(b"{"):
         raise ShardError(f"{path}: header must be a JSON object starting at its first byte")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ShardError(f"{path}: __metadata__ must map strings to strings")
     return entries
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
 
 
 def _tensor(name: str, entry: Any, data_offset: int, path: Path) -> ShardTensor:
@@ -130,15 +130,17 @@ def _tensor(name: str, entry: Any, data_offset: int, path: Path) -> ShardTensor:
         raise ShardError(f"{where}: must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise ShardError(f"{where}: unknown dtype {dtype!r}")
-    if not _counts(shape):
-        raise ShardError(f"{where}: shape must be a list of whole numbers, found {shape!r}")
+        raise ShardError(f"{where}: unknown dtype {shown(dtype)}")
+    if not _counts(shape) or len(shape) > MAX_DIMENSIONS:
+        raise ShardError(f"{where}: shape must list at most {MAX_DIMENSIONS} whole numbers, found {shown(shape)}")
     if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ShardError(f"{where}: data_offsets must be two rising whole numbers, found {offsets!r}")
+        raise ShardError(f"{where}: data_offsets must be two rising whole numbers, found {shown(offsets)}")
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     start, end = offsets
     if bits % 8 or (end - start) * 8 != bits:
-        raise ShardError(f"{where}: {dtype} of shape {shape} takes {bits / 8:g} bytes, data_offsets give {end - start}")
+        raise ShardError(
+            f"{where}: {dtype} of shape {shown(shape)} takes {shown(bits)} bits, data_offsets give {(end - start) * 8}"
+        )
     return ShardTensor(name, dtype, tuple(shape), data_offset + start, end - start)
 
 

@@ -2,7 +2,8 @@
 
 Grouped formats hold integer values, rows padded to whole groups of 128, then one f16 scale per group
 (container_v0, trunk.bin formats): weight = value × scale. The integers are chosen against the scale as it is
-stored, in f16, which is never inf and never 0 under a non-zero weight.
+stored, in f16, which is never inf and never 0 under a non-zero weight. So |weight - decoded| is at most half a
+scale, except where the largest f16 scale is too small for the group and its largest weights are clipped.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def pack_rows(rows: F32Array, fmt: TrunkFormat) -> tuple[Bytes, F16Array]:
     grouped = GROUPED[fmt]
     groups = _grouped(rows)
     amax = np.abs(groups).max(axis=-1, initial=0.0)
-    scales = stored_scales(amax / np.float32(grouped.most))
+    scales = _group_scales(amax, grouped.most)
     divisor = np.where(scales == 0, np.float32(1), scales.astype(np.float32))[..., None]
     values_i8 = np.clip(np.rint(groups / divisor), grouped.least, grouped.most).astype(np.int8)
     flat = values_i8.reshape(len(rows), -1)
@@ -112,6 +113,14 @@ def stored_scales(scales: F32Array) -> F16Array:
     """Non-negative scales rounded to f16: at most the largest finite f16, and 0 only where the scale is 0."""
     bounded = np.clip(scales, F16_SMALLEST, F16_LARGEST)
     return np.where(scales == 0, np.float32(0), bounded).astype(np.float16)
+
+
+def _group_scales(amax: F32Array, most: int) -> F16Array:
+    """amax / most in f16; one step up where rounding down (among subnormals) would clip the largest weight."""
+    wanted = np.where(amax == 0, np.float32(0), np.maximum(amax / np.float32(most), F16_SMALLEST))
+    scales = stored_scales(wanted)
+    too_small = scales.astype(np.float32) * np.float32(most + 0.5) < amax
+    return np.where(too_small & (scales < F16_LARGEST), np.nextafter(scales, np.float16(F16_LARGEST)), scales)
 
 
 def _grouped(rows: F32Array) -> F32Array:

@@ -1,0 +1,86 @@
+"""The last step: join what the jobs left behind and publish the container, its manifest last."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from container.layout import CODEBOOKS_NAME, MANIFEST_NAME, TRUNK_NAME
+from container.manifest import FileEntry, Manifest
+from container.publish import publish_bytes, publishing, sync_folder
+from convert.build import BuildFolder, FinishedJob
+from convert.plan import ConversionPlan
+from convert.sidecars import CHAT_NAME, Sidecars
+
+REPORT_NAME = "report.json"
+# Editable by the user, or not part of the container proper: no checksum in the manifest.
+UNCHECKED = (CHAT_NAME, REPORT_NAME)
+
+
+def assemble(
+    build: BuildFolder,
+    plan: ConversionPlan,
+    records: Mapping[str, FinishedJob],
+    sidecars: Sidecars,
+    provenance: Mapping[str, Any],
+) -> Manifest:
+    """Publish codebooks, trunk, sidecars and report, then the manifest; then the build folder goes.
+
+    Killed anywhere in here, a second call finds all it needs again.
+    """
+    output = build.output
+    banks = {job.experts.bank.file: records[job.id].bank for job in plan.jobs if job.experts is not None}
+    files = {name: entry for name, entry in banks.items() if entry is not None}
+    files[CODEBOOKS_NAME] = _publish_codebooks(build, plan)
+    files[TRUNK_NAME] = FileEntry.of_file(build.trunk)
+    for name, data in sidecars.files.items():
+        if name != CHAT_NAME or not (output / name).exists():
+            publish_bytes(output / name, data)
+        if name not in UNCHECKED:
+            files[name] = FileEntry.of_bytes(data)
+    publish_bytes(output / REPORT_NAME, _to_bytes(error_report(plan, records)))
+    build.trunk.replace(output / TRUNK_NAME)
+    sync_folder(output)
+    crc32 = {name: crc for record in records.values() for name, crc in record.trunk_crc32.items()}
+    manifest = Manifest(
+        arch=plan.architecture.arch,
+        tensor_prefix=plan.architecture.tensor_prefix,
+        config=plan.architecture.config,
+        expert_quant=plan.quant,
+        layers=plan.banks,
+        trunk=tuple(replace(entry, crc32=crc32[entry.name]) for entry in plan.trunk),
+        files=files,
+        provenance=provenance,
+    )
+    publish_bytes(output / MANIFEST_NAME, manifest.to_bytes())
+    build.remove()
+    return manifest
+
+
+def error_report(plan: ConversionPlan, records: Mapping[str, FinishedJob]) -> dict[str, Any]:
+    """Relative error per layer and kind, and per trunk tensor (‖w - w'‖ / ‖w‖)."""
+    layers = {str(job.experts.layer): records[job.id].errors["experts"] for job in plan.jobs if job.experts is not None}
+    trunk = {name: error for job in plan.jobs for name, error in records[job.id].errors["trunk"].items()}
+    return {"relative_error": {"layers": layers, "trunk": trunk}}
+
+
+def mean_error(records: Mapping[str, FinishedJob]) -> float | None:
+    """Root mean square of the layers' relative errors; None without expert layers."""
+    errors = [record.errors["experts"]["experts"] for record in records.values() if "experts" in record.errors]
+    return (sum(error * error for error in errors) / len(errors)) ** 0.5 if errors else None
+
+
+def _publish_codebooks(build: BuildFolder, plan: ConversionPlan) -> FileEntry:
+    path: Path = build.output / CODEBOOKS_NAME
+    with publishing(path) as file:
+        for job in plan.jobs:
+            if job.experts is not None:
+                file.write(build.codebooks(job.id).read_bytes())
+    return FileEntry.of_file(path)
+
+
+def _to_bytes(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1).encode() + b"\n"

@@ -1,0 +1,217 @@
+"""The output folder while it is being built: whose build it is, who holds it, which jobs are finished.
+
+`OUT/.build/` holds everything that is not yet part of the container: `build.json` (what is being built),
+`lock`, trunk.bin in the making, one codebook file and one record per finished job. It vanishes when the
+manifest has been published. Every record is published atomically after what it describes is safely on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from container.errors import BuildError, BusyError, FormatError, MismatchError
+from container.layout import MANIFEST_NAME, TRUNK_NAME
+from container.manifest import FileEntry, Manifest
+from container.publish import publish_bytes, remove_leftovers, sync_folder
+from convert.plan import ConversionPlan, JobPlan
+
+BUILD_FOLDER = ".build"
+IDENTITY_NAME = "build.json"
+LOCK_NAME = "lock"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedJob:
+    """The record of a finished job: checksums to prove its output by, and its errors for the report."""
+
+    id: str
+    bank: FileEntry | None
+    codebooks: FileEntry | None
+    trunk_crc32: Mapping[str, int]
+    errors: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as it is written."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> FinishedJob:
+        """Raises KeyError or TypeError for anything but a record of `to_json`."""
+        files = {key: FileEntry(**raw[key]) if raw[key] is not None else None for key in ("bank", "codebooks")}
+        return cls(id=raw["id"], trunk_crc32=dict(raw["trunk_crc32"]), errors=dict(raw["errors"]), **files)
+
+
+class BuildFolder:
+    """Paths and records of one output folder. Opened by the parent; workers only use the paths."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.folder = output / BUILD_FOLDER
+        self.trunk = self.folder / TRUNK_NAME
+
+    def codebooks(self, job_id: str) -> Path:
+        """Where a job leaves its codebook records."""
+        return self.folder / f"codebooks-{job_id}.bin"
+
+    def record(self, job_id: str) -> Path:
+        """Where a job's record is published."""
+        return self.folder / f"done-{job_id}.json"
+
+    @property
+    def is_complete(self) -> bool:
+        """True when the manifest stands: nothing is left to convert."""
+        return (self.output / MANIFEST_NAME).exists()
+
+    def problem(self) -> str | None:
+        """Why nothing can be built here, or None; creates nothing."""
+        output = self.output
+        existing = next(folder for folder in (output, *output.resolve().parents) if folder.exists())
+        if not existing.is_dir():
+            return f"output {output}: {existing} is not a folder"
+        if not os.access(existing, os.W_OK | os.X_OK):
+            return f"output {output}: {existing} is not writable"
+        if existing == output and not self.is_complete and not (self.folder / IDENTITY_NAME).exists():
+            foreign = sorted(path.name for path in output.iterdir() if path.name != BUILD_FOLDER)
+            if foreign:
+                return (
+                    f"output {output}: holds {', '.join(foreign[:3])} and no unfinished build; choose an empty folder"
+                )
+        return None
+
+    def bytes_present(self, plan: ConversionPlan) -> int:
+        """Bytes of the plan's files that already take their room on the disk."""
+        paths = [self.output / name for name in plan.file_bytes] + [self.trunk]
+        return sum(path.stat().st_size for path in paths if path.is_file())
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder against other runs. A dead run's lock is free by itself: the kernel drops it.
+
+        Raises BusyError, naming the holder, when another run is alive here.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / LOCK_NAME
+        with path.open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                    raise BlockingIOError  # the run that held it finished just now and took the folder with it
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise BusyError(
+                    f"{self.output}: another conversion is running here (process {holder}); wait for it or stop it"
+                ) from None
+            file.truncate(0)
+            file.write(f"{os.getpid()} on {os.uname().nodename}\n")
+            file.flush()
+            yield
+
+    def claim(self, identity: dict[str, Any]) -> None:
+        """Make this the folder's build, or confirm that it already is. Clears what a killed run left over.
+
+        Raises MismatchError, showing every difference, when the folder belongs to another build.
+        """
+        path = self.folder / IDENTITY_NAME
+        if path.exists():
+            require_same(_read_json(path), identity, self.output)
+        else:
+            publish_bytes(path, _to_bytes(identity))
+            sync_folder(self.output)
+        for folder in (self.output, self.folder):
+            remove_leftovers(folder)
+        final = self.output / TRUNK_NAME
+        if final.exists() and not self.trunk.exists():
+            final.replace(self.trunk)  # killed between publishing the trunk and the manifest
+
+    def require_same_container(self, identity: dict[str, Any]) -> None:
+        """Raises MismatchError when the finished container here was made from other options or another source."""
+        try:
+            provenance = Manifest.read(self.output).provenance
+        except FormatError as error:
+            raise BuildError(f"{error}; choose an empty output folder") from None
+        require_same(dict(provenance), identity, self.output)
+
+    def reserve_trunk(self, n_bytes: int) -> None:
+        """Create trunk.bin in its full size, so that a full disk shows now and jobs can write their slices."""
+        if self.trunk.exists() and self.trunk.stat().st_size == n_bytes:
+            return
+        with self.trunk.open("wb") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, n_bytes)
+            else:
+                file.truncate(n_bytes)
+            os.fsync(file.fileno())
+        sync_folder(self.folder)
+
+    def finished(self, jobs: tuple[JobPlan, ...]) -> dict[str, FinishedJob]:
+        """Records of `jobs` that exist. What they describe is not proved yet."""
+        found = {}
+        for job in jobs:
+            path = self.record(job.id)
+            if path.exists():
+                try:
+                    found[job.id] = FinishedJob.from_json(_read_json(path))
+                except (KeyError, TypeError):
+                    raise BuildError(f"{path}: not a record of this program; delete it to repeat {job.label}") from None
+        return found
+
+    def forget(self, job_id: str) -> None:
+        """Drop a record whose output did not hold: the job will run again."""
+        self.record(job_id).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Delete the build folder once the container is complete."""
+        shutil.rmtree(self.folder)
+
+
+def require_same(found: dict[str, Any], wanted: dict[str, Any], output: Path) -> None:
+    """Raises MismatchError that lists every key in which two identities differ."""
+    differences = [
+        f"  - {key}: there {_brief(old)}, now {_brief(new)}" for key, old, new in _differences(found, wanted)
+    ]
+    if differences:
+        raise MismatchError(
+            f"{output}: begun with other options or another source; repeat the command as it was then, "
+            "or choose another output folder\n" + "\n".join(differences)
+        )
+
+
+def _differences(old: Any, new: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield path, old, new
+
+
+def _brief(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise BuildError(f"{path}: damaged; delete {path.parent} to start this conversion anew")
+    return value
+
+
+def _to_bytes(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def publish_record(path: Path, record: FinishedJob) -> None:
+    """Publish a job's record: from now on the job counts as finished."""
+    publish_bytes(path, _to_bytes(record.to_json()))

@@ -1,0 +1,164 @@
+"""What one worker process does: convert one job, or prove a finished one. Runs in a spawned process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from container.checkpoint import Checkpoint
+from container.manifest import FileEntry
+from convert.arch.base import ExpertNames
+from convert.build import BuildFolder, FinishedJob, publish_record
+from convert.experts import BankJob
+from convert.plan import JobPlan, LayerExperts, TrunkSlice
+from convert.source import SourceTensor
+from convert.threads import worker_threads
+from convert.timing import Timing
+from convert.trunk import WrittenTensor, write_tensor
+
+Progress = Callable[[int], None]
+
+PROOF_READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobInput:
+    """A job with everything a worker needs to know; goes through a pipe."""
+
+    plan: JobPlan
+    source: Path
+    output: Path
+    weight_map: Mapping[str, str]  # of this job's tensor parts only
+    expert_names: ExpertNames
+    seed: int
+    n_threads: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOutcome:
+    """What a worker reports back; only `record` is kept on disk."""
+
+    record: FinishedJob
+    seconds: Mapping[str, float]  # by step, summed over threads
+    peak_bytes: int  # the worker's peak resident memory so far
+
+
+def follow_parent() -> None:
+    """Set a worker process up: it ignores Ctrl-C (the parent decides) and dies at once when its parent does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _die_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
+
+
+def convert_job(job: JobInput, progress: Progress) -> JobOutcome:
+    """Write the job's trunk slices and bank, make them durable, then publish the job's record.
+
+    Raises SourceError, WeightError for the source; OSError when the disk is full.
+    """
+    checkpoint = Checkpoint(job.source, {}, dict(job.weight_map))
+    build, timing = BuildFolder(job.output), Timing()
+    threads = worker_threads(job.n_threads)
+    try:
+        trunk = _write_trunk(job, checkpoint, build, threads, timing)
+        errors: dict[str, object] = {"trunk": {name: written.relative_error for name, written in trunk.items()}}
+        bank = codebooks = None
+        if job.plan.experts is not None:
+            written = _bank_job(job, job.plan.experts, checkpoint, threads, timing).run(
+                job.output / job.plan.experts.bank.file, build.codebooks(job.plan.id), progress
+            )
+            bank, codebooks = written.bank, written.codebooks
+            errors["experts"] = dict(written.errors)
+        record = FinishedJob(
+            id=job.plan.id,
+            bank=bank,
+            codebooks=codebooks,
+            trunk_crc32={name: written.crc32 for name, written in trunk.items()},
+            errors=errors,
+        )
+        publish_record(build.record(job.plan.id), record)
+    finally:
+        threads.shutdown(cancel_futures=True)
+        checkpoint.close()
+    return JobOutcome(record=record, seconds=timing.seconds, peak_bytes=peak_memory())
+
+
+def _write_trunk(
+    job: JobInput, checkpoint: Checkpoint, build: BuildFolder, threads: ThreadPoolExecutor, timing: Timing
+) -> dict[str, WrittenTensor]:
+    descriptor = os.open(build.trunk, os.O_WRONLY)
+    try:
+        written = {}
+        for item in job.plan.trunk:
+            source = SourceTensor.open(checkpoint, item.tensor.source, item.tensor.shape)
+            written[item.entry.name] = write_tensor(source, item, descriptor, threads, timing)
+        with timing.step("write"):
+            os.fsync(descriptor)
+        return written
+    finally:
+        os.close(descriptor)
+
+
+def _bank_job(
+    job: JobInput, experts: LayerExperts, checkpoint: Checkpoint, threads: ThreadPoolExecutor, timing: Timing
+) -> BankJob:
+    def open_matrix(expert: int, kind: str) -> SourceTensor:
+        name = job.expert_names.source(experts.layer, expert, kind)
+        return SourceTensor.open(checkpoint, name, experts.layout.shapes[kind])
+
+    return BankJob(plan=experts, open_matrix=open_matrix, threads=threads, timing=timing, seed=job.seed)
+
+
+def prove_job(plan: JobPlan, output: Path, record: FinishedJob) -> str | None:
+    """Compare a finished job's output with its record. Returns what does not hold, or None."""
+    build = BuildFolder(output)
+    if set(record.trunk_crc32) != {item.entry.name for item in plan.trunk} or (plan.experts is None) != (
+        record.bank is None
+    ):
+        return f"{build.record(plan.id)} describes other tensors"
+    for path, entry in (
+        (output / plan.experts.bank.file if plan.experts else None, record.bank),
+        (build.codebooks(plan.id), record.codebooks),
+    ):
+        if entry is not None and path is not None and (not path.is_file() or FileEntry.of_file(path) != entry):
+            return f"{path} is missing or does not match its checksum"
+    if not build.trunk.is_file():
+        return f"{build.trunk} is missing"
+    for item in plan.trunk:
+        if _slice_crc(build.trunk, item) != record.trunk_crc32[item.entry.name]:
+            return f"{build.trunk}: {item.entry.name} does not match its checksum"
+    return None
+
+
+def _slice_crc(path: Path, item: TrunkSlice) -> int:
+    crc, left = 0, item.entry.n_bytes
+    with path.open("rb") as file:
+        file.seek(item.entry.offset)
+        while left:
+            piece = file.read(min(left, PROOF_READ_BYTES))
+            if not piece:
+                return -1
+            crc = zlib.crc32(piece, crc)
+            left -= len(piece)
+    return crc
+
+
+def peak_memory() -> int:
+    """This process's peak resident memory in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,124 @@
+"""Everything that can stand against a conversion, checked before the first byte is written, in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from container.checkpoint import Checkpoint
+from container.errors import ShardError, SourceError
+from container.model import KINDS
+from container.progress import size
+from convert.arch.base import Architecture
+from convert.build import BuildFolder
+from convert.encodings import ENCODINGS
+from convert.encodings.base import Encoding
+from convert.machine import available_memory, free_disk
+from convert.memory import worker_memory
+from convert.options import ConvertOptions
+from convert.plan import ConversionPlan, JobPlan
+from convert.source import find_encoding
+
+# The manifest, the report, sidecars and the build folder's records; generous.
+SMALL_FILES_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor the conversion reads."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def wanted_tensors(architecture: Architecture, job: JobPlan) -> Iterator[Wanted]:
+    """Every tensor that a job reads, by its name in the checkpoint."""
+    for item in job.trunk:
+        yield Wanted(item.tensor.source, item.tensor.shape)
+    if job.experts is not None:
+        shapes = job.experts.layout.shapes
+        for expert in range(job.experts.bank.n_experts):
+            for kind in KINDS:
+                yield Wanted(architecture.experts.source(job.experts.layer, expert, kind), shapes[kind])
+
+
+@dataclass(frozen=True)
+class SourceCheck:
+    """What the names and shards of a checkpoint say about a conversion."""
+
+    problems: tuple[str, ...]
+    absent_shards: tuple[str, ...]
+    weight_maps: Mapping[str, Mapping[str, str]]  # job id -> part name -> shard
+
+
+def check_source(checkpoint: Checkpoint, architecture: Architecture, jobs: Iterable[JobPlan]) -> SourceCheck:
+    """Check that every tensor of `jobs` exists and, for shards that are there, that each can be read."""
+    problems: list[str] = []
+    absent: list[str] = []
+    readable: set[str] = set()
+    for shard in checkpoint.shard_names:
+        if not (checkpoint.folder / shard).exists():
+            absent.append(shard)
+            continue
+        try:
+            checkpoint.shard(shard)
+            readable.add(shard)
+        except ShardError as error:
+            problems.append(str(error))
+    used: set[str] = set()
+    weight_maps: dict[str, dict[str, str]] = {}
+    for job in jobs:
+        weight_map = weight_maps.setdefault(job.id, {})
+        for wanted in wanted_tensors(architecture, job):
+            try:
+                encoding = find_encoding(wanted.name, checkpoint)
+            except SourceError as error:
+                problems.append(str(error))
+                used.update(part for known in ENCODINGS for part in known.part_names(wanted.name))
+                continue
+            parts = encoding.part_names(wanted.name)
+            weight_map.update((part, checkpoint.weight_map[part]) for part in parts)
+            problems += _tensor_problems(checkpoint, wanted, encoding, readable)
+        used.update(weight_map)
+    problems += _unknown_tensors(checkpoint, architecture, used)
+    return SourceCheck(tuple(problems), tuple(absent), weight_maps)
+
+
+def _tensor_problems(checkpoint: Checkpoint, wanted: Wanted, encoding: Encoding, readable: set[str]) -> list[str]:
+    """What is wrong with one tensor's parts; nothing is known of parts in shards that are not readable."""
+    names = encoding.part_names(wanted.name)
+    if not all(checkpoint.weight_map[name] in readable for name in names):
+        return []
+    try:
+        return encoding.problems([checkpoint.entry(name) for name in names], wanted.shape)
+    except ShardError as error:
+        return [str(error)]
+
+
+def _unknown_tensors(checkpoint: Checkpoint, architecture: Architecture, used: set[str]) -> list[str]:
+    """Tensors the architecture does not know: leaving one out in silence could lose part of the model."""
+    unknown = sorted(
+        name for name in checkpoint.weight_map if name not in used and not name.endswith(architecture.ignored_suffixes)
+    )
+    if not unknown:
+        return []
+    more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+    return [
+        f"tensors that are not part of {architecture.arch} as this program knows it: {', '.join(unknown[:3])}{more}"
+    ]
+
+
+def check_machine(options: ConvertOptions, plan: ConversionPlan, build: BuildFolder, n_workers: int) -> list[str]:
+    """Problems of the output folder, the disk and the memory."""
+    problem = build.problem()
+    problems = [] if problem is None else [problem]
+    missing_bytes = plan.total_bytes + SMALL_FILES_BYTES - build.bytes_present(plan)
+    free = free_disk(options.output)
+    if free < missing_bytes:
+        problems.append(f"disk: {size(missing_bytes)} still to be written to {options.output}, {size(free)} free")
+    needed, available = n_workers * worker_memory(plan), available_memory()
+    if available is not None and needed > available:
+        problems.append(
+            f"memory: {n_workers} workers need {size(needed)}, {size(available)} available; use fewer --workers"
+        )
+    return problems

@@ -1,0 +1,67 @@
+"""Where a container's weights come from and what made it: the manifest's `provenance` and a build's identity.
+
+Only facts that decide the bytes stand here, no times and no paths, so that equal inputs give equal manifests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from container.checkpoint import CONFIG_NAME, Checkpoint
+from convert.options import ConvertOptions
+
+TOOL = "moedock"
+# Libraries whose version can change the bytes.
+LIBRARIES = ("faiss-cpu", "numba", "numpy")
+
+
+def provenance(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, Any]:
+    """The identity of a conversion. Every shard must be there; their headers are read."""
+    repository, revision = repository_of(checkpoint.folder)
+    shards = {}
+    for name in checkpoint.shard_names:
+        header = checkpoint.shard(name)
+        shards[name] = {"bytes": header.file_bytes, "header_sha256": _header_sha256(header.path, header.data_offset)}
+    return {
+        "tool": {"name": TOOL, "version": version(TOOL)},
+        "libraries": {name: version(name) for name in LIBRARIES},
+        "options": options.shaping,
+        "source": {
+            "repository": repository,
+            "revision": revision,
+            "config_sha256": hashlib.sha256((checkpoint.folder / CONFIG_NAME).read_bytes()).hexdigest(),
+            "shards": shards,
+        },
+    }
+
+
+def repository_of(folder: Path) -> tuple[str | None, str | None]:
+    """(repository, revision) of a folder that huggingface_hub made; None for what it does not tell.
+
+    A cache snapshot lies at models--ORG--NAME/snapshots/REVISION; a download into a local folder leaves the
+    revision in the first line of .cache/huggingface/download/config.json.metadata.
+    """
+    resolved = folder.resolve()
+    if resolved.parent.name == "snapshots" and resolved.parent.parent.name.startswith("models--"):
+        return resolved.parent.parent.name.removeprefix("models--").replace("--", "/"), resolved.name
+    record = resolved / ".cache" / "huggingface" / "download" / f"{CONFIG_NAME}.metadata"
+    if record.is_file():
+        lines = record.read_text(errors="replace").splitlines()
+        return None, lines[0].strip() if lines else None
+    return None, None
+
+
+def version(distribution: str) -> str:
+    """Version of an installed distribution, or "unknown" when it runs from a plain folder."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _header_sha256(path: Path, data_offset: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(data_offset)).hexdigest()

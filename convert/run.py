@@ -1,0 +1,287 @@
+"""A conversion from beginning to end: plan → check everything → work → assemble. Resumes by itself."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from container.checkpoint import Checkpoint
+from container.errors import BuildError, PreflightError, UsageError
+from container.progress import ProgressReport, size
+from convert.arch import detect
+from convert.assemble import assemble, mean_error
+from convert.build import BuildFolder, FinishedJob
+from convert.jobs import JobInput, JobOutcome, Progress, convert_job, prove_job
+from convert.machine import available_cores, free_disk
+from convert.memory import worker_memory
+from convert.options import ConvertOptions
+from convert.plan import ConversionPlan, JobPlan, plan_conversion
+from convert.pool import Watcher, Work, run_work
+from convert.preflight import SourceCheck, check_machine, check_source
+from convert.provenance import provenance
+from convert.sidecars import Sidecars, plan_sidecars
+from convert.timing import add_seconds
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything known before the first byte is written."""
+
+    options: ConvertOptions
+    checkpoint: Checkpoint
+    plan: ConversionPlan
+    sidecars: Sidecars
+    source: SourceCheck
+    jobs: tuple[JobPlan, ...]
+    n_workers: int
+    threads_per_worker: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run did."""
+
+    complete: bool
+    already_complete: bool
+    n_jobs_done: int
+    n_jobs_left: int
+    n_weights: int  # encoded in this run
+    elapsed_seconds: float
+    step_seconds: Mapping[str, float]  # summed over threads
+    peak_worker_bytes: int
+    container_bytes: int
+    relative_error: float | None  # of the experts converted so far
+    notes: tuple[str, ...] = ()
+
+    @property
+    def weights_per_second(self) -> float:
+        """Encoded weights by wall time."""
+        return self.n_weights / self.elapsed_seconds if self.elapsed_seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """For --json."""
+        return {**vars(self), "weights_per_second": self.weights_per_second}
+
+
+def prepare(options: ConvertOptions) -> Prepared:
+    """Read config and names, plan, and check the source. Raises SourceError; collects other problems."""
+    checkpoint = Checkpoint.open(options.source)
+    plan = plan_conversion(detect(checkpoint.config), options.quant, options.trunk_bits)
+    n_layers = plan.architecture.model.n_layers
+    unknown = sorted(layer for layer in options.layers or () if layer >= n_layers)
+    if unknown:
+        raise UsageError(f"--layers: the model has layers 0 to {n_layers - 1}, not {unknown[0]}")
+    jobs = plan.selected(options.layers)
+    cores = available_cores()
+    n_workers = min(options.workers or cores, len(jobs))
+    return Prepared(
+        options,
+        checkpoint,
+        plan,
+        plan_sidecars(options.source, plan.architecture),
+        check_source(checkpoint, plan.architecture, plan.jobs),
+        jobs,
+        n_workers,
+        max(1, cores // n_workers),
+    )
+
+
+def dry_run(options: ConvertOptions) -> dict[str, Any]:
+    """The plan as data, with every problem found; writes nothing.
+
+    A checkpoint without any shard is planned from names and config alone; a checkpoint with some is incomplete.
+    """
+    prepared = prepare(options)
+    plan, source = prepared.plan, prepared.source
+    problems = list(source.problems)
+    no_shards = len(source.absent_shards) == len(prepared.checkpoint.shard_names)
+    if not no_shards:
+        problems += _absent(prepared)
+    problems += check_machine(options, plan, BuildFolder(options.output), prepared.n_workers)
+    return {
+        "arch": plan.architecture.arch,
+        "format": plan.quant.fmt.name,
+        "layers": [job.layer for job in prepared.jobs if job.layer is not None],
+        "moe_layers": len(plan.banks),
+        "experts_per_layer": plan.architecture.model.moe.n_experts,
+        "n_tensors": len(prepared.checkpoint.weight_map),
+        "n_weights": sum(job.n_weights for job in plan.jobs),
+        "file_bytes": plan.file_bytes,
+        "records_bytes": sum(bank.n_bytes for bank in plan.banks.values()),
+        "total_bytes": plan.total_bytes,
+        "workers": prepared.n_workers,
+        "threads_per_worker": prepared.threads_per_worker,
+        "peak_memory_bytes": prepared.n_workers * worker_memory(plan),
+        "free_disk_bytes": free_disk(options.output),
+        "shards_absent": len(source.absent_shards),
+        "names_only": no_shards,
+        "notes": list(prepared.sidecars.notes),
+        "problems": problems,
+    }
+
+
+def convert(options: ConvertOptions, stream: TextIO) -> Summary:
+    """Convert, or go on where an earlier run stopped. `stream` gets progress and messages.
+
+    Raises PreflightError with every problem; BusyError, MismatchError for the folder; WorkerError for a dead
+    worker; SourceError for weights that cannot be used; BuildError for a full disk. KeyboardInterrupt passes.
+    """
+    started = time.monotonic()
+    prepared = prepare(options)
+    build = BuildFolder(options.output)
+    problems = [*prepared.source.problems, *_absent(prepared)]
+    if problems:
+        raise PreflightError([*problems, *check_machine(options, prepared.plan, build, prepared.n_workers)])
+    identity = provenance(prepared.checkpoint, options)
+    if build.is_complete:
+        return _already_complete(prepared, build, identity)
+    problems = check_machine(options, prepared.plan, build, prepared.n_workers)
+    if problems:
+        raise PreflightError(problems)
+    try:
+        with build.locked():
+            build.claim(identity)
+            build.reserve_trunk(prepared.plan.trunk_bytes)
+            return _build(prepared, build, identity, stream, started)
+    except OSError as error:
+        raise _disk_error(error, options) from error
+
+
+def _build(
+    prepared: Prepared, build: BuildFolder, identity: Mapping[str, Any], stream: TextIO, started: float
+) -> Summary:
+    records = _prove(prepared, build, stream)
+    todo = [job for job in prepared.jobs if job.id not in records]
+    outcomes = _work(prepared, todo, stream)
+    records |= {outcome.record.id: outcome.record for outcome in outcomes}
+    records |= {id_: record for id_, record in build.finished(prepared.plan.jobs).items() if id_ not in records}
+    left = len(prepared.plan.jobs) - len(records)
+    if not left:
+        # Jobs of earlier runs with other --layers count only once proved.
+        stream.write("assembling the container\n")
+        assemble(build, prepared.plan, records, prepared.sidecars, identity)
+    step_seconds: dict[str, float] = {}
+    for outcome in outcomes:
+        add_seconds(step_seconds, outcome.seconds)
+    return Summary(
+        complete=not left,
+        already_complete=False,
+        n_jobs_done=len(todo),
+        n_jobs_left=left,
+        n_weights=sum(job.n_weights for job in todo),
+        elapsed_seconds=time.monotonic() - started,
+        step_seconds=step_seconds,
+        peak_worker_bytes=max((outcome.peak_bytes for outcome in outcomes), default=0),
+        container_bytes=prepared.plan.total_bytes,
+        relative_error=mean_error(records),
+        notes=prepared.sidecars.notes,
+    )
+
+
+def _prove(prepared: Prepared, build: BuildFolder, stream: TextIO) -> dict[str, FinishedJob]:
+    """Records of earlier runs whose output still holds; the others are forgotten, with a word."""
+    records = build.finished(prepared.plan.jobs)
+    if not records:
+        return {}
+    jobs = [job for job in prepared.plan.jobs if job.id in records]
+    report = ProgressReport(stream, "proving finished layers", [1] * len(jobs), unit="job")
+    report.say(f"{len(jobs)} of {len(prepared.plan.jobs)} jobs were finished before; proving them")
+
+    def done(number: int, failure: str | None) -> None:
+        report.update(number, 1.0)
+        if failure is not None:
+            report.say(f"{jobs[number].label}: {failure}; converting it again")
+            build.forget(jobs[number].id)
+            del records[jobs[number].id]
+
+    tasks = [(job, prepared.options.output, records[job.id]) for job in jobs]
+    try:
+        run_work(
+            Work(_prove_task, tasks, [f"the proof of {job.label}" for job in jobs]),
+            Watcher(done, lambda slots: None),
+            n_workers=min(prepared.n_workers, len(jobs)),
+        )
+    finally:
+        report.close()
+    return records
+
+
+def _prove_task(task: tuple[JobPlan, Any, FinishedJob], progress: Progress) -> str | None:
+    return prove_job(*task)
+
+
+def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[JobOutcome]:
+    """Convert the jobs that are left, in worker processes."""
+    if not todo:
+        return []
+    options = prepared.options
+    tasks = [
+        JobInput(
+            plan=job,
+            source=options.source,
+            output=options.output,
+            weight_map=prepared.source.weight_maps[job.id],
+            expert_names=prepared.plan.architecture.experts,
+            seed=options.seed,
+            n_threads=prepared.threads_per_worker,
+        )
+        for job in todo
+    ]
+    n_experts = [job.experts.bank.n_experts if job.experts is not None else 1 for job in todo]
+    report = ProgressReport(stream, "converting", [job.n_weights for job in todo], unit="weights")
+    outcomes: list[JobOutcome] = []
+
+    def done(number: int, outcome: JobOutcome) -> None:
+        outcomes.append(outcome)
+        report.update(number, 1.0)
+        experts = outcome.record.errors.get("experts")
+        error = f", relative error {100 * experts['experts']:.2f} %" if experts else ""
+        report.say(f"{todo[number].label}: done{error}")
+
+    def tick(slots: Sequence[int]) -> None:
+        for number, n_done in enumerate(slots):
+            report.update(number, n_done / n_experts[number])
+
+    try:
+        run_work(
+            Work(convert_job, tasks, [job.label for job in todo]),
+            Watcher(done, tick),
+            n_workers=min(prepared.n_workers, len(todo)),
+        )
+    finally:
+        report.close()
+    return outcomes
+
+
+def _already_complete(prepared: Prepared, build: BuildFolder, identity: Mapping[str, Any]) -> Summary:
+    """The container stands. Confirm that it is this one and that no file has lost bytes; clear a killed clean-up."""
+    build.require_same_container(dict(identity))
+    for name, n_bytes in prepared.plan.file_bytes.items():
+        path = build.output / name
+        found = path.stat().st_size if path.is_file() else -1
+        if found != n_bytes:
+            what = f"has {found} bytes, expected {n_bytes}" if found >= 0 else "is missing"
+            raise BuildError(f"{path} {what}: the finished container was damaged; convert into a new folder")
+    if build.folder.exists():
+        with build.locked():
+            build.remove()
+    return Summary(True, True, 0, 0, 0, 0.0, {}, 0, prepared.plan.total_bytes, None, prepared.sidecars.notes)
+
+
+def _absent(prepared: Prepared) -> list[str]:
+    folder = prepared.options.source
+    return [f"shard {folder / shard}: missing; download it" for shard in prepared.source.absent_shards]
+
+
+def _disk_error(error: OSError, options: ConvertOptions) -> BuildError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return BuildError(
+            f"{options.output}: the disk is full ({size(free_disk(options.output))} free); finished layers are kept. "
+            "Make room and run the same command to continue"
+        )
+    return BuildError(
+        f"{error.filename or options.output}: {error.strerror or error}; run the same command to continue"
+    )

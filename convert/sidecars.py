@@ -1,0 +1,129 @@
+"""The small files beside the weights: tokenizer, special tokens, templates, chat markers, vision shape.
+
+What each holds is container_v0's table of the directory. Sidecars are planned first (so that a dry run can
+tell what is missing) and published with the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from container.errors import SourceError
+from convert.arch.base import Architecture
+
+TOKENIZER_NAME = "tokenizer.model"
+TOKENIZER_SOURCES = ("tiktoken.model", "tokenizer.model")
+CHAT_NAME = "chat.json"  # the user may edit it: never overwritten, never checksummed
+
+# nn.RMSNorm(eps=None) as torch computes it for f32, f16 and bf16 (kimi_family 4.4)
+VISION_NORM_EPS = 1.1920929e-7
+MEDIA_KEYS = ("image_mean", "image_std", "patch_size", "in_patch_limit", "patch_limit_on_one_side")
+
+
+@dataclass(frozen=True)
+class Sidecars:
+    """Contents by file name, and what a user should know about files that could not be made."""
+
+    files: Mapping[str, bytes]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass
+class _Collector:
+    folder: Path
+    files: dict[str, bytes] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_sidecars(folder: Path, architecture: Architecture) -> Sidecars:
+    """Everything but the weights that `folder` lets us write. Raises SourceError for a malformed file."""
+    found = _Collector(folder)
+    tokenizer_config = _json(folder / "tokenizer_config.json")
+    _tokenizer(found, tokenizer_config)
+    _chat_template(found, tokenizer_config)
+    _chat_markers(found)
+    _vision(found, architecture)
+    return Sidecars(found.files, tuple(found.notes))
+
+
+def _tokenizer(found: _Collector, tokenizer_config: dict[str, Any] | None) -> None:
+    for name in TOKENIZER_SOURCES:
+        if (found.folder / name).is_file():
+            found.files[TOKENIZER_NAME] = (found.folder / name).read_bytes()
+            break
+    else:
+        found.notes.append(f"no {' or '.join(TOKENIZER_SOURCES)} in the checkpoint: the container will take ids only")
+    if tokenizer_config is None:
+        found.notes.append("no tokenizer_config.json in the checkpoint: the container will have no special tokens")
+        return
+    added = tokenizer_config.get("added_tokens_decoder", {})
+    try:
+        specials = [{"id": int(number), "text": str(token["content"])} for number, token in added.items()]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise SourceError(
+            f"{found.folder / 'tokenizer_config.json'}: added_tokens_decoder must map ids to objects with `content`"
+        ) from None
+    found.files["specials.json"] = _to_bytes(sorted(specials, key=lambda special: int(special["id"])))
+
+
+def _chat_template(found: _Collector, tokenizer_config: dict[str, Any] | None) -> None:
+    name = "chat_template.jinja"
+    if (found.folder / name).is_file():
+        found.files[name] = (found.folder / name).read_bytes()
+    elif isinstance((tokenizer_config or {}).get("chat_template"), str):
+        found.files[name] = (tokenizer_config or {})["chat_template"].encode()
+
+
+def _chat_markers(found: _Collector) -> None:
+    """chat.json, for a tokenizer that really has the markers (kimi_family 5.4 and 5.5)."""
+    specials = {special["text"] for special in json.loads(found.files.get("specials.json", b"[]"))}
+    if {"<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"} <= specials:
+        roles = {role: [f"<|im_{role}|>{role}<|im_middle|>", "<|im_end|>"] for role in ("system", "user", "assistant")}
+        found.files[CHAT_NAME] = _to_bytes({**roles, "open": roles["assistant"][0]})
+    elif {"<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"} <= specials:
+        # The markers can express no thinking channel, so the assistant answers in its response channel.
+        end = "<|close|>message<|sep|><|end_of_msg|>"
+        chat: dict[str, Any] = {
+            role: [f'<|open|>message role="{role}"<|sep|>', end] for role in ("system", "user", "assistant")
+        }
+        opened = f"{chat['assistant'][0]}<|open|>response<|sep|>"
+        chat["assistant"] = [opened, f"<|close|>response<|sep|>{end}"]
+        found.files[CHAT_NAME] = _to_bytes({**chat, "open": opened})
+
+
+def _vision(found: _Collector, architecture: Architecture) -> None:
+    outer = architecture.config.get("_outer", {})
+    vision = outer.get("vision_config")
+    if vision is None:
+        return
+    shape = {key: value for key, value in vision.items() if not key.startswith("_")}
+    shape["vt_rms_eps"] = VISION_NORM_EPS
+    shape["media_placeholder_token_id"] = outer.get("media_placeholder_token_id")
+    media = (_json(found.folder / "preprocessor_config.json") or {}).get("media_proc_cfg")
+    if not isinstance(media, dict):
+        found.notes.append("no preprocessor_config.json with media_proc_cfg: vision.json will lack the image rules")
+        media = {}
+    shape |= {key: media[key] for key in MEDIA_KEYS if key in media}
+    if "in_patch_limit" in media:
+        shape["max_patches"] = media["in_patch_limit"]
+    found.files["vision.json"] = _to_bytes(shape)
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{path}: must hold a JSON object")
+    return value
+
+
+def _to_bytes(value: Any) -> bytes:
+    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"
