@@ -37,10 +37,9 @@ def nearest_entries(entries: F32Array) -> Search:
 
 
 class Codebooks:
-    """The codebooks of one (layer, kind), ready to search."""
+    """The codebooks of one (layer, kind), [stages, entries, 8] f16, ready to search."""
 
-    def __init__(self, entries: F16Array, quant: ExpertQuant) -> None:
-        self.quant = quant
+    def __init__(self, entries: F16Array) -> None:
         self.entries = [np.ascontiguousarray(stage, dtype=np.float32) for stage in entries]
         self.searches = [nearest_entries(stage) for stage in self.entries]
 
@@ -55,21 +54,27 @@ class EncodedRows:
     squared_norm: float
 
 
-def encode_rows(rows: F32Array, books: Codebooks) -> EncodedRows | int:
+def encode_vectors(vectors: F32Array, books: Codebooks) -> tuple[npt.NDArray[np.uint8], F32Array]:
+    """Greedy residual search: codes [n, stages] and what they leave over [n, 8]."""
+    residual = vectors.copy()
+    codes = np.empty((len(vectors), len(books.entries)), dtype=np.uint8)
+    for stage, (entries, search) in enumerate(zip(books.entries, books.searches, strict=True)):
+        subtract_entries(residual, entries, search(residual), codes, stage)
+    return codes, residual
+
+
+def encode_rows(rows: F32Array, books: Codebooks, quant: ExpertQuant) -> EncodedRows | int:
     """Encode `rows` [r, cols] (overwritten). Returns the first row with NaN or infinity when there is one."""
     n_rows, cols = rows.shape
     row_scales = np.empty(n_rows, dtype=np.float32)
     bad = scale_rows(rows, row_scales)
     if bad >= 0:
         return int(bad)
-    residual = rows.copy().reshape(-1, VEC_DIM)
-    codes = np.empty((len(residual), books.quant.n_stages), dtype=np.uint8)
-    for stage, (entries, search) in enumerate(zip(books.entries, books.searches, strict=True)):
-        subtract_entries(residual, entries, search(residual), codes, stage)
+    codes, residual = encode_vectors(rows.reshape(-1, VEC_DIM), books)
     sums = np.empty((n_rows, 3), dtype=np.float64)
     fit_rows(rows, residual.reshape(n_rows, cols), sums)
     scales, squared_error, squared_norm = _channel_scales(sums, row_scales)
-    indices = pack_indices(codes.reshape(n_rows, cols // VEC_DIM, -1), books.quant)
+    indices = pack_indices(codes.reshape(n_rows, cols // VEC_DIM, -1), quant)
     return EncodedRows(indices, scales, squared_error, squared_norm)
 
 

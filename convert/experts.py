@@ -125,7 +125,7 @@ class BankJob:
             kind: self.threads.submit(self._train_kind, samples.pop(kind), seeds[kind]) for kind in list(samples)
         }
         entries = {kind: future.result() for kind, future in futures.items()}
-        self.books = {kind: Codebooks(entries[kind], self.plan.layout.quant) for kind in KINDS}
+        self.books = {kind: Codebooks(entries[kind]) for kind in KINDS}
         return entries
 
     def _train_kind(self, vectors: npt.NDArray[np.float32], seed: int) -> npt.NDArray[np.float16]:
@@ -187,7 +187,7 @@ class BankJob:
         with self.timing.step("dequantise"):
             rows = matrix.rows(start, stop)
         with self.timing.step("encode"):
-            encoded = encode_rows(rows, self.books[kind])
+            encoded = encode_rows(rows, self.books[kind], self.plan.layout.quant)
         if isinstance(encoded, int):
             raise matrix.source.bad_weight(start + encoded, rows)
         return encoded

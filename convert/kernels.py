@@ -68,6 +68,28 @@ def subtract_entries(residual: Array, codebook: Array, labels: Array, codes: Arr
 
 
 @numba.njit(cache=True, nogil=True)
+def move_to_means(residual: Array, codes: Array, stage: int, entries: Array) -> None:
+    """Add to each entry the mean residual of the vectors that use it in `stage`; take it off their residuals."""
+    n_entries = entries.shape[0]
+    means = np.zeros((n_entries, 8))
+    counts = np.zeros(n_entries)
+    for n in range(residual.shape[0]):
+        code = codes[n, stage]
+        counts[code] += 1
+        for d in range(8):
+            means[code, d] += residual[n, d]
+    for code in range(n_entries):
+        if counts[code] > 0:
+            for d in range(8):
+                means[code, d] /= counts[code]
+                entries[code, d] += np.float32(means[code, d])
+    for n in range(residual.shape[0]):
+        code = codes[n, stage]
+        for d in range(8):
+            residual[n, d] -= np.float32(means[code, d])
+
+
+@numba.njit(cache=True, nogil=True)
 def fit_rows(rows: Array, residual: Array, sums: Array) -> None:
     """Per row, with y = rows - residual: sums[r] = (Σ x·y, Σ y·y, Σ x·x) in f64."""
     n_rows, cols = rows.shape

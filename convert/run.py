@@ -76,7 +76,9 @@ def prepare(options: ConvertOptions) -> Prepared:
         raise UsageError(f"--layers: the model has layers 0 to {n_layers - 1}, not {unknown[0]}")
     jobs = plan.selected(options.layers)
     cores = available_cores()
-    n_workers = min(options.workers or cores, len(jobs))
+    # By default no more processes than jobs that take long; the cores left over become threads.
+    n_long = sum(job.experts is not None for job in jobs)
+    n_workers = min(options.workers or max(1, min(cores, n_long)), len(jobs))
     return Prepared(
         options,
         checkpoint,
@@ -96,11 +98,13 @@ def dry_run(options: ConvertOptions) -> dict[str, Any]:
     """
     prepared = prepare(options)
     plan, source = prepared.plan, prepared.source
-    problems = list(source.problems)
-    no_shards = len(source.absent_shards) == len(prepared.checkpoint.shard_names)
-    if not no_shards:
-        problems += _absent(prepared)
-    problems += check_machine(options, plan, BuildFolder(options.output), prepared.n_workers)
+    problems, notes = list(source.problems), list(prepared.sidecars.notes)
+    machine = check_machine(options, plan, BuildFolder(options.output), prepared.n_workers)
+    names_only = len(source.absent_shards) == len(prepared.checkpoint.shard_names)
+    if names_only:
+        notes += machine  # nothing can be converted yet, so this machine's limits do not count against the plan
+    else:
+        problems += _absent(prepared) + machine
     return {
         "arch": plan.architecture.arch,
         "format": plan.quant.fmt.name,
@@ -117,8 +121,8 @@ def dry_run(options: ConvertOptions) -> dict[str, Any]:
         "peak_memory_bytes": prepared.n_workers * worker_memory(plan),
         "free_disk_bytes": free_disk(options.output),
         "shards_absent": len(source.absent_shards),
-        "names_only": no_shards,
-        "notes": list(prepared.sidecars.notes),
+        "names_only": names_only,
+        "notes": notes,
         "problems": problems,
     }
 
@@ -157,10 +161,8 @@ def _build(
     todo = [job for job in prepared.jobs if job.id not in records]
     outcomes = _work(prepared, todo, stream)
     records |= {outcome.record.id: outcome.record for outcome in outcomes}
-    records |= {id_: record for id_, record in build.finished(prepared.plan.jobs).items() if id_ not in records}
     left = len(prepared.plan.jobs) - len(records)
     if not left:
-        # Jobs of earlier runs with other --layers count only once proved.
         stream.write("assembling the container\n")
         assemble(build, prepared.plan, records, prepared.sidecars, identity)
     step_seconds: dict[str, float] = {}
