@@ -13,12 +13,13 @@ from tests.checkpoints.configs import k3_config, kimi_linear_config
 from tests.checkpoints.folder import write_checkpoint
 from tests.checkpoints.inventory import TensorSpec, tensor_table
 from tests.checkpoints.mxfp4 import pack_mxfp4, unpack_mxfp4
-from tests.checkpoints.slices import real_shape_slice
+from tests.checkpoints.slices import hollow_checkpoint, real_shape_slice
 from tests.checkpoints.weights import checkpoint_tensors, logical_tensor
 
 __all__ = [
     "TensorSpec",
     "checkpoint_tensors",
+    "hollow_checkpoint",
     "k3_config",
     "kimi_linear_config",
     "logical_tensor",

@@ -1,8 +1,9 @@
-"""A K3 checkpoint whose routed experts have the released shapes and everything else is small; for benchmarks."""
+"""Checkpoints of released shapes: a K3 slice with real experts for benchmarks, hollow ones for measuring memory."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,43 @@ def real_shape_slice(
         moe_intermediate_size=rows,
         routed_expert_hidden_size=cols,
     )
-    # the format asks for no alignment, but a widest-first order gives it for free
-    table = sorted(tensor_table(config), key=lambda spec: -DTYPE_BYTES[spec.dtype])
-    shards: list[list[TensorSpec]] = [[spec for spec in table if ".layers." not in spec.name]]
-    for layer in reversed(range(1 + layers)):
-        shards.insert(0, [spec for spec in table if f".layers.{layer}." in spec.name])
-    names = shard_names(config, len(shards))
-    for file_name, shard in zip(names, shards, strict=True):
-        _stream_shard(folder / file_name, config, shard, seed=seed)
-    weight_map = {spec.name: file_name for file_name, shard in zip(names, shards, strict=True) for spec in shard}
-    write_index(folder, weight_map, sum(spec.n_bytes for spec in table), seed=seed)
-    write_side_files(folder, config)
+    for path, shard in _lay_out(folder, config, seed=seed):
+        with path.open("wb") as file:
+            file.write(_shard_header(shard))
+            for _, array in iter_tensors(config, shard, seed=seed):
+                file.write(array.reshape(-1).view(np.uint8).data)
     return folder
 
 
-def _stream_shard(path: Path, config: Mapping[str, Any], shard: Sequence[TensorSpec], *, seed: int) -> None:
-    """A safetensors file: header length (u64), JSON header padded with spaces, tensors in header order."""
+def hollow_checkpoint(folder: Path, config: Mapping[str, Any]) -> Path:
+    """Write a whole checkpoint whose weights are all zero and take no room on disk (sparse files)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path, shard in _lay_out(folder, config, seed=0):
+        header = _shard_header(shard)
+        with path.open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + sum(spec.n_bytes for spec in shard))
+    return folder
+
+
+def _lay_out(folder: Path, config: Mapping[str, Any], *, seed: int) -> list[tuple[Path, list[TensorSpec]]]:
+    """Write index and side files; return each shard's path and tensors: one a layer, one for the rest."""
+    # the format asks for no alignment, but a widest-first order gives it for free
+    table = sorted(tensor_table(config), key=lambda spec: -DTYPE_BYTES[spec.dtype])
+    groups: dict[str, list[TensorSpec]] = {}
+    for spec in table:
+        layer = re.search(r"\.layers\.(\d+)\.", spec.name)
+        groups.setdefault(f"{int(layer[1]):04d}" if layer else "rest", []).append(spec)
+    shards = [groups[key] for key in sorted(groups)]
+    names = shard_names(config, len(shards))
+    weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
+    write_index(folder, weight_map, sum(spec.n_bytes for spec in table), seed=seed)
+    write_side_files(folder, config)
+    return [(folder / name, shard) for name, shard in zip(names, shards, strict=True)]
+
+
+def _shard_header(shard: Sequence[TensorSpec]) -> bytes:
+    """The start of a safetensors file: header length (u64), JSON header padded with spaces."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in shard:
@@ -56,7 +78,4 @@ def _stream_shard(path: Path, config: Mapping[str, Any], shard: Sequence[TensorS
         header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % HEADER_ALIGNMENT)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, array in iter_tensors(config, shard, seed=seed):
-            file.write(array.reshape(-1).view(np.uint8).data)
+    return len(text).to_bytes(8, "little") + text
