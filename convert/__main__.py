@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MoedockError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a path that the system refuses, a closed pipe
+        print(f"error: {error}", file=sys.stderr)
+        return MoedockError.exit_code
     except KeyboardInterrupt:
         print("interrupted; finished layers are kept, run the same command to continue", file=sys.stderr)
         return INTERRUPTED

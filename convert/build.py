@@ -20,12 +20,15 @@ from typing import Any
 from container.errors import BuildError, BusyError, FormatError, MismatchError
 from container.layout import MANIFEST_NAME, TRUNK_NAME
 from container.manifest import FileEntry, Manifest
+from container.model import KINDS
 from container.publish import publish_bytes, remove_leftovers, sync_folder
+from container.strict_json import parse_object
 from convert.plan import ConversionPlan, JobPlan
 
 BUILD_FOLDER = ".build"
 IDENTITY_NAME = "build.json"
 LOCK_NAME = "lock"
+SHOWN_DIFFERENCES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +46,18 @@ class FinishedJob:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, raw: dict[str, Any]) -> FinishedJob:
-        """Raises KeyError or TypeError for anything but a record of `to_json`."""
+    def from_json(cls, raw: dict[str, Any], job: JobPlan) -> FinishedJob:
+        """Raises KeyError, TypeError or ValueError for anything but `job`'s record as `to_json` wrote it."""
         files = {key: FileEntry(**raw[key]) if raw[key] is not None else None for key in ("bank", "codebooks")}
-        return cls(id=raw["id"], trunk_crc32=dict(raw["trunk_crc32"]), errors=dict(raw["errors"]), **files)
+        record = cls(id=raw["id"], trunk_crc32=raw["trunk_crc32"], errors=raw["errors"], **files)
+        names = {item.entry.name for item in job.trunk}
+        kinds = {*KINDS, "experts"} if job.experts is not None else set()
+        has_files = (record.bank is not None) == (record.codebooks is not None) == (job.experts is not None)
+        if record.id != job.id or set(record.trunk_crc32) != names or not has_files:
+            raise ValueError(f"not a record of {job.label}")
+        if not _are_numbers(record.errors["trunk"], names) or not _are_numbers(record.errors.get("experts", {}), kinds):
+            raise ValueError(f"not the errors of {job.label}")
+        return record
 
 
 class BuildFolder:
@@ -73,6 +84,8 @@ class BuildFolder:
     def problem(self) -> str | None:
         """Why nothing can be built here, or None; creates nothing."""
         output = self.output
+        if output.is_symlink() and not output.exists():
+            return f"output {output}: is a link to {output.readlink()}, which does not exist"
         existing = next(folder for folder in (output, *output.resolve().parents) if folder.exists())
         if not existing.is_dir():
             return f"output {output}: {existing} is not a folder"
@@ -102,7 +115,7 @@ class BuildFolder:
         with path.open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not path.exists() or path.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                if os.fstat(file.fileno()).st_nlink == 0:
                     raise BlockingIOError  # the run that held it finished just now and took the folder with it
             except BlockingIOError:
                 file.seek(0)
@@ -120,10 +133,9 @@ class BuildFolder:
 
         Raises MismatchError, showing every difference, when the folder belongs to another build.
         """
+        self.require_same(identity)
         path = self.folder / IDENTITY_NAME
-        if path.exists():
-            require_same(_read_json(path), identity, self.output)
-        else:
+        if not path.exists():
             publish_bytes(path, _to_bytes(identity))
             sync_folder(self.output)
         for folder in (self.output, self.folder):
@@ -132,13 +144,18 @@ class BuildFolder:
         if final.exists() and not self.trunk.exists():
             final.replace(self.trunk)  # killed between publishing the trunk and the manifest
 
-    def require_same_container(self, identity: dict[str, Any]) -> None:
-        """Raises MismatchError when the finished container here was made from other options or another source."""
-        try:
-            provenance = Manifest.read(self.output).provenance
-        except FormatError as error:
-            raise BuildError(f"{error}; choose an empty output folder") from None
-        require_same(dict(provenance), identity, self.output)
+    def require_same(self, identity: dict[str, Any]) -> None:
+        """Raises MismatchError when a container or an unfinished build of another identity is here."""
+        if self.is_complete:
+            try:
+                found = dict(Manifest.read(self.output).provenance)
+            except FormatError as error:
+                raise BuildError(f"{error}; choose an empty output folder") from None
+        elif (self.folder / IDENTITY_NAME).exists():
+            found = _read_json(self.folder / IDENTITY_NAME)
+        else:
+            return
+        _require_same(found, identity, self.output)
 
     def reserve_trunk(self, n_bytes: int) -> None:
         """Create trunk.bin in its full size, so that a full disk shows now and jobs can write their slices."""
@@ -152,17 +169,12 @@ class BuildFolder:
             os.fsync(file.fileno())
         sync_folder(self.folder)
 
-    def finished(self, jobs: tuple[JobPlan, ...]) -> dict[str, FinishedJob]:
-        """Records of `jobs` that exist. What they describe is not proved yet."""
-        found = {}
-        for job in jobs:
-            path = self.record(job.id)
-            if path.exists():
-                try:
-                    found[job.id] = FinishedJob.from_json(_read_json(path))
-                except (KeyError, TypeError):
-                    raise BuildError(f"{path}: not a record of this program; delete it to repeat {job.label}") from None
-        return found
+    def read_record(self, job: JobPlan) -> FinishedJob | None:
+        """The record of a finished job, None when it is damaged. What it describes is not proved yet."""
+        try:
+            return FinishedJob.from_json(parse_object(self.record(job.id).read_bytes()), job)
+        except (KeyError, TypeError, ValueError):
+            return None
 
     def forget(self, job_id: str) -> None:
         """Drop a record whose output did not hold: the job will run again."""
@@ -173,11 +185,14 @@ class BuildFolder:
         shutil.rmtree(self.folder)
 
 
-def require_same(found: dict[str, Any], wanted: dict[str, Any], output: Path) -> None:
-    """Raises MismatchError that lists every key in which two identities differ."""
+def _require_same(found: dict[str, Any], wanted: dict[str, Any], output: Path) -> None:
+    """Raises MismatchError that lists the keys in which two identities differ."""
     differences = [
         f"  - {key}: there {_brief(old)}, now {_brief(new)}" for key, old, new in _differences(found, wanted)
     ]
+    if len(differences) > SHOWN_DIFFERENCES:
+        more = len(differences) - SHOWN_DIFFERENCES
+        differences = [*differences[:SHOWN_DIFFERENCES], f"  … and {more} more"]
     if differences:
         raise MismatchError(
             f"{output}: begun with other options or another source; repeat the command as it was then, "
@@ -200,12 +215,13 @@ def _brief(value: Any) -> str:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
+        return parse_object(path.read_bytes())
     except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise BuildError(f"{path}: damaged; delete {path.parent} to start this conversion anew")
-    return value
+        raise BuildError(f"{path}: damaged; delete {path.parent} to start this conversion anew") from None
+
+
+def _are_numbers(values: Any, keys: set[str]) -> bool:
+    return isinstance(values, dict) and set(values) == keys and all(type(value) is float for value in values.values())
 
 
 def _to_bytes(value: Mapping[str, Any]) -> bytes:

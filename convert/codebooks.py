@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from container.layout import VEC_DIM, ExpertQuant
-from convert.encode import Codebooks, encode_vectors
+from convert.encode import encode_vectors
 from convert.kernels import move_to_means
 
 F32Array = npt.NDArray[np.float32]
@@ -33,11 +33,11 @@ def train_codebooks(vectors: F32Array, quant: ExpertQuant, *, seed: int) -> npt.
     """
     books = np.zeros((quant.n_stages, quant.n_entries, VEC_DIM), dtype=np.float16)
     for stage in range(quant.n_stages):
-        _, residual = encode_vectors(vectors, Codebooks(books[:stage]))
+        _, residual = encode_vectors(vectors, books[:stage].astype(np.float32))
         books[stage] = _k_means(residual, quant.n_entries, seed=seed + stage)
     for _ in range(REFINEMENT_ROUNDS):
-        codes, residual = encode_vectors(vectors, Codebooks(books))
         entries = books.astype(np.float32)
+        codes, residual = encode_vectors(vectors, entries)
         for stage in range(quant.n_stages):
             move_to_means(residual, codes, stage, entries[stage])
         books = entries.astype(np.float16)

@@ -1,47 +1,24 @@
 """Encoding rows of an expert matrix: scale, search stage by stage, refit the channel scale.
 
-Greedy residual search with faiss's fused k = 1 kernel over the f16-rounded entries: what is stored is what is
-searched. A strip of whole tiles is encoded at a time, so strips can run on several threads and the result
-does not depend on how many.
+Greedy residual search over the f16-rounded entries: what is stored is what is searched. A strip of whole tiles
+is encoded at a time, so strips can run on several threads and the result does not depend on how many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import faiss
 import numpy as np
 import numpy.typing as npt
 
 from container.indices import pack_indices
 from container.layout import VEC_DIM, ExpertQuant
 from container.trunk import stored_scales
-from convert.kernels import fit_rows, scale_rows, subtract_entries
+from convert.kernels import encode_residual, fit_rows, scale_rows
 
 F16Array = npt.NDArray[np.float16]
 F32Array = npt.NDArray[np.float32]
-Search = Callable[[F32Array], npt.NDArray[np.int64]]
-
-
-def nearest_entries(entries: F32Array) -> Search:
-    """A function from vectors [n, 8] to the numbers [n] of their nearest `entries` (L2)."""
-    index = faiss.IndexFlatL2(VEC_DIM)
-    index.add(entries)
-
-    def search(vectors: F32Array) -> npt.NDArray[np.int64]:
-        labels: npt.NDArray[np.int64] = index.search(vectors, 1)[1][:, 0]
-        return labels
-
-    return search
-
-
-class Codebooks:
-    """The codebooks of one (layer, kind), [stages, entries, 8] f16, ready to search."""
-
-    def __init__(self, entries: F16Array) -> None:
-        self.entries = [np.ascontiguousarray(stage, dtype=np.float32) for stage in entries]
-        self.searches = [nearest_entries(stage) for stage in self.entries]
+F64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -54,23 +31,25 @@ class EncodedRows:
     squared_norm: float
 
 
-def encode_vectors(vectors: F32Array, books: Codebooks) -> tuple[npt.NDArray[np.uint8], F32Array]:
-    """Greedy residual search: codes [n, stages] and what they leave over [n, 8]."""
-    residual = vectors.copy()
-    codes = np.empty((len(vectors), len(books.entries)), dtype=np.uint8)
-    for stage, (entries, search) in enumerate(zip(books.entries, books.searches, strict=True)):
-        subtract_entries(residual, entries, search(residual), codes, stage)
+def encode_vectors(vectors: F32Array, entries: F32Array) -> tuple[npt.NDArray[np.uint8], F32Array]:
+    """Greedy residual search in `entries` [stages, n, 8]: codes [n, stages] and what they leave over [n, 8]."""
+    codes = np.empty((len(vectors), len(entries)), dtype=np.uint8)
+    residual = np.empty_like(vectors)
+    encode_residual(vectors, entries, codes, residual)
     return codes, residual
 
 
-def encode_rows(rows: F32Array, books: Codebooks, quant: ExpertQuant) -> EncodedRows | int:
-    """Encode `rows` [r, cols] (overwritten). Returns the first row with NaN or infinity when there is one."""
+def encode_rows(rows: F32Array, entries: F32Array, quant: ExpertQuant) -> EncodedRows | int:
+    """Encode `rows` [r, cols] (overwritten) with `entries` [stages, n, 8], f16-rounded.
+
+    Returns the number of the first row with NaN or infinity instead, when there is one.
+    """
     n_rows, cols = rows.shape
-    row_scales = np.empty(n_rows, dtype=np.float32)
+    row_scales = np.empty(n_rows, dtype=np.float64)
     bad = scale_rows(rows, row_scales)
     if bad >= 0:
         return int(bad)
-    codes, residual = encode_vectors(rows.reshape(-1, VEC_DIM), books)
+    codes, residual = encode_vectors(rows.reshape(-1, VEC_DIM), entries)
     sums = np.empty((n_rows, 3), dtype=np.float64)
     fit_rows(rows, residual.reshape(n_rows, cols), sums)
     scales, squared_error, squared_norm = _channel_scales(sums, row_scales)
@@ -78,17 +57,16 @@ def encode_rows(rows: F32Array, books: Codebooks, quant: ExpertQuant) -> Encoded
     return EncodedRows(indices, scales, squared_error, squared_norm)
 
 
-def _channel_scales(sums: npt.NDArray[np.float64], row_scales: F32Array) -> tuple[F16Array, float, float]:
+def _channel_scales(sums: F64Array, scale: F64Array) -> tuple[F16Array, float, float]:
     """Least-squares channel scales as stored, with the squared error they leave and the squared norm.
 
     With x the scaled row and y its decoded entries, the best factor is Σxy / Σyy; where that is not positive
     (nothing to fit) the row scale stays. Error of a row: scale² Σxx − 2 s·scale Σxy + s² Σyy.
     """
     xy, yy, xx = sums.T
-    scale = row_scales.astype(np.float64)
     factor = np.ones_like(xy)
     np.divide(xy, yy, out=factor, where=(yy > 0) & (xy > 0))
-    stored = stored_scales((scale * factor).astype(np.float32))
+    stored = stored_scales(scale * factor)
     s = stored.astype(np.float64)
     errors = scale * scale * xx - 2 * s * scale * xy + s * s * yy
     return stored, float(np.maximum(errors, 0).sum()), float((scale * scale * xx).sum())

@@ -21,7 +21,7 @@ from container.publish import publishing
 from container.records import CodebookRecord, ExpertRecord
 from container.writer import BankWriter
 from convert.codebooks import SAMPLE_VECTORS, train_codebooks
-from convert.encode import Codebooks, EncodedRows, encode_rows
+from convert.encode import EncodedRows, encode_rows
 from convert.kernels import scale_rows
 from convert.plan import LayerExperts
 from convert.source import RawRows, SourceTensor
@@ -89,7 +89,7 @@ class BankJob:
     threads: ThreadPoolExecutor
     timing: Timing
     seed: int
-    books: dict[str, Codebooks] = field(default_factory=dict)
+    entries: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # kind -> [stages, n, 8]
     kept: dict[int, RawExpert] = field(default_factory=dict)
 
     def run(self, bank_path: Path, codebooks_path: Path, progress: Callable[[int], None]) -> WrittenBank:
@@ -125,7 +125,7 @@ class BankJob:
             kind: self.threads.submit(self._train_kind, samples.pop(kind), seeds[kind]) for kind in list(samples)
         }
         entries = {kind: future.result() for kind, future in futures.items()}
-        self.books = {kind: Codebooks(entries[kind]) for kind in KINDS}
+        self.entries = {kind: entries[kind].astype(np.float32) for kind in KINDS}
         return entries
 
     def _train_kind(self, vectors: npt.NDArray[np.float32], seed: int) -> npt.NDArray[np.float16]:
@@ -148,7 +148,7 @@ class BankJob:
     def _scaled_vectors(self, matrix: RawMatrix, start: int, stop: int) -> npt.NDArray[np.float32]:
         with self.timing.step("dequantise"):
             rows = matrix.rows(start, stop)
-            bad = scale_rows(rows, np.empty(len(rows), dtype=np.float32))
+            bad = scale_rows(rows, np.empty(len(rows), dtype=np.float64))
         if bad >= 0:
             raise matrix.source.bad_weight(start + int(bad), rows)
         return rows.reshape(-1, VEC_DIM)
@@ -187,7 +187,7 @@ class BankJob:
         with self.timing.step("dequantise"):
             rows = matrix.rows(start, stop)
         with self.timing.step("encode"):
-            encoded = encode_rows(rows, self.books[kind], self.plan.layout.quant)
+            encoded = encode_rows(rows, self.entries[kind], self.plan.layout.quant)
         if isinstance(encoded, int):
             raise matrix.source.bad_weight(start + encoded, rows)
         return encoded

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import signal
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping
@@ -20,6 +18,7 @@ from container.manifest import FileEntry
 from convert.arch.base import ExpertNames
 from convert.build import BuildFolder, FinishedJob, publish_record
 from convert.experts import BankJob
+from convert.machine import peak_memory
 from convert.plan import JobPlan, LayerExperts, TrunkSlice
 from convert.source import SourceTensor
 from convert.threads import worker_threads
@@ -124,13 +123,12 @@ def _bank_job(
     return BankJob(plan=experts, open_matrix=open_matrix, threads=threads, timing=timing, seed=job.seed)
 
 
-def prove_job(plan: JobPlan, output: Path, record: FinishedJob) -> str | None:
-    """Compare a finished job's output with its record. Returns what does not hold, or None."""
+def prove_job(plan: JobPlan, output: Path) -> FinishedJob | str:
+    """Compare a finished job's output with its record. Returns the record, or what does not hold."""
     build = BuildFolder(output)
-    if set(record.trunk_crc32) != {item.entry.name for item in plan.trunk} or (plan.experts is None) != (
-        record.bank is None
-    ):
-        return f"{build.record(plan.id)} describes other tensors"
+    record = build.read_record(plan)
+    if record is None:
+        return f"{build.record(plan.id)} is damaged"
     for path, entry in (
         (output / plan.experts.bank.file if plan.experts else None, record.bank),
         (build.codebooks(plan.id), record.codebooks),
@@ -142,7 +140,7 @@ def prove_job(plan: JobPlan, output: Path, record: FinishedJob) -> str | None:
     for item in plan.trunk:
         if _slice_crc(build.trunk, item) != record.trunk_crc32[item.entry.name]:
             return f"{build.trunk}: {item.entry.name} does not match its checksum"
-    return None
+    return record
 
 
 def _slice_crc(path: Path, item: TrunkSlice) -> int:
@@ -156,9 +154,3 @@ def _slice_crc(path: Path, item: TrunkSlice) -> int:
             crc = zlib.crc32(piece, crc)
             left -= len(piece)
     return crc
-
-
-def peak_memory() -> int:
-    """This process's peak resident memory in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

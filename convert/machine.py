@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import sys
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -20,7 +22,7 @@ def available_cores() -> int:
 
 def available_memory() -> int | None:
     """Bytes that can still be used: the kernel's estimate, lowered by cgroup limits. None where unknown."""
-    candidates = [_meminfo_available(Path("/proc/meminfo"))]
+    candidates = [_kernel_bytes(Path("/proc/meminfo"), "MemAvailable")]
     candidates += [_cgroup_memory(folder) for folder in cgroup_folders(CGROUP, OWN_CGROUP)]
     known = [value for value in candidates if value is not None]
     return min(known) if known else None
@@ -32,6 +34,14 @@ def free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
+
+
+def peak_memory() -> int:
+    """This process's peak resident memory in bytes."""
+    peak = _kernel_bytes(Path("/proc/self/status"), "VmHWM")
+    if peak is not None:  # on Linux ru_maxrss of a spawned process begins at its parent's peak
+        return peak
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def cgroup_folders(root: Path, own: Path) -> list[Path]:
@@ -68,9 +78,10 @@ def _cgroup_memory(folder: Path) -> int | None:
     return None
 
 
-def _meminfo_available(path: Path) -> int | None:
+def _kernel_bytes(path: Path, key: str) -> int | None:
+    """The value of a line `key: N kB`."""
     for line in _lines(path):
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
     return None
 

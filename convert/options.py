@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from container.errors import UsageError
+from container.errors import UsageError, shown
 from container.layout import VQ3R, ExpertQuant
+from container.model import MAX_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,9 @@ class ConvertOptions:
             raise UsageError(f"--trunk-bits must be 4 or 8, found {self.trunk_bits}; 3-bit trunks collapse")
         if not 0 <= self.seed < 1 << 31:
             raise UsageError(f"--seed must be between 0 and {(1 << 31) - 1}, found {self.seed}")
-        source, output = self.source.resolve(), self.output.resolve()
+        if self.layers is not None and not self.layers:
+            raise UsageError("--layers names no layer")
+        source, output = _resolved(self.source), _resolved(self.output)
         if source == output or source in output.parents or output in source.parents:
             raise UsageError(f"SRC {source} and OUT {output} must not lie inside each other")
 
@@ -44,7 +47,20 @@ def parse_layers(text: str) -> frozenset[int]:
     layers: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
-            raise UsageError(f"--layers: {part.strip()!r} is neither a layer number nor a range like 1-10")
-        layers.update(range(int(first), int(last or first) + 1))
+        numbers = (first, last) if dash else (first, first)
+        if not all(map(_is_layer, numbers)) or int(numbers[1]) < int(numbers[0]):
+            raise UsageError(f"--layers: {shown(part.strip())} is neither a layer number nor a range like 1-10")
+        layers.update(range(int(numbers[0]), int(numbers[1]) + 1))
     return frozenset(layers)
+
+
+def _is_layer(text: str) -> bool:
+    """Digits, few enough that a mistyped range cannot fill the memory."""
+    return text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_LAYERS))
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
+        raise UsageError(f"{path}: cannot be followed ({error})") from None

@@ -26,9 +26,6 @@ from convert.arch.base import Architecture, Precision, TrunkTensor
 
 OUTSIDE = "outside"  # id of the job for everything that is in no layer
 
-# Codebook ids are u16 in the record header.
-MAX_CODEBOOKS = 1 << 16
-
 
 @dataclass(frozen=True)
 class TrunkSlice:
@@ -123,8 +120,6 @@ def plan_conversion(architecture: Architecture, quant: ExpertQuant, trunk_bits: 
     model = architecture.model
     layout = RecordLayout(quant, model.expert_shapes)
     n_experts = model.moe.n_experts
-    if len(model.moe_layers) * quant.n_codebooks > MAX_CODEBOOKS:
-        raise ValueError("more codebooks than a record header can number")
     by_layer: dict[int | None, list[TrunkSlice]] = {None: [], **{layer: [] for layer in range(model.n_layers)}}
     for item in slices:
         by_layer[item.tensor.layer].append(item)
@@ -144,7 +139,7 @@ def plan_conversion(architecture: Architecture, quant: ExpertQuant, trunk_bits: 
 
 
 def trunk_format(tensor: TrunkTensor, trunk_bits: int) -> TrunkFormat:
-    """Format of a trunk tensor (container_v0): small and 1-D tensors stay F32, the rest by its precision."""
+    """Format of a trunk tensor (docs/FORMAT.md): small and 1-D tensors stay F32, the rest by its precision."""
     shape = tensor.stored_shape
     if len(shape) == 1 or math.prod(shape) < MIN_QUANTISED_ELEMENTS:
         return TrunkFormat.F32

@@ -10,6 +10,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -56,23 +57,27 @@ def run_work(work: Work[Task, Outcome], watcher: Watcher[Outcome], *, n_workers:
     slots = RawArray("q", 2 * len(work.tasks))  # per task: process id, progress
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(n_workers, mp_context=context, initializer=_start_worker, initargs=(slots,))
+    others = multiprocessing.active_children()
     workers: list[BaseProcess] = []
     try:
         # The workers must never see the terminal's Ctrl-C, not even while they start.
         with _interrupts_ignored():
-            others = multiprocessing.active_children()
             futures = {
                 executor.submit(_run_task, work.function, task, number): number
                 for number, task in enumerate(work.tasks)
             }
-            workers = [child for child in multiprocessing.active_children() if child not in others]
+            workers += _children_but(others)
         _watch(futures, watcher, slots)
     except BrokenProcessPool:
         raise WorkerError(_obituary(workers, slots, work.labels)) from None
     finally:
-        for worker in workers:
+        for worker in workers or _children_but(others):
             worker.kill()
         executor.shutdown(cancel_futures=True)
+
+
+def _children_but(others: Sequence[BaseProcess]) -> list[BaseProcess]:
+    return [child for child in multiprocessing.active_children() if child not in others]
 
 
 def _start_worker(slots: Any) -> None:
@@ -118,8 +123,8 @@ def _obituary(workers: Sequence[BaseProcess], slots: Any, labels: Sequence[str])
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    if multiprocessing.current_process().name != "MainProcess":
-        yield
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread only, which is not ours to set up
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from container.checkpoint import Checkpoint
-from container.errors import ShardError, SourceError
+from container.errors import ShardError, SourceError, shown
 from container.model import KINDS
 from container.progress import size
 from convert.arch.base import Architecture
@@ -19,6 +19,8 @@ from convert.options import ConvertOptions
 from convert.plan import ConversionPlan, JobPlan
 from convert.source import find_encoding
 
+# A checkpoint of another shape misses every tensor; nobody reads, and no memory holds, a line for each.
+MAX_PROBLEMS = 1000
 # The manifest, the report, sidecars and the build folder's records; generous.
 SMALL_FILES_BYTES = 64 << 20
 
@@ -80,6 +82,9 @@ def check_source(checkpoint: Checkpoint, architecture: Architecture, jobs: Itera
             weight_map.update((part, checkpoint.weight_map[part]) for part in parts)
             problems += _tensor_problems(checkpoint, wanted, encoding, readable)
         used.update(weight_map)
+        if len(problems) >= MAX_PROBLEMS:
+            problems.append(f"stopped looking after {job.label}: is this config.json the one of these shards?")
+            return SourceCheck(tuple(problems), tuple(absent), weight_maps)
     problems += _unknown_tensors(checkpoint, architecture, used)
     return SourceCheck(tuple(problems), tuple(absent), weight_maps)
 
@@ -102,10 +107,9 @@ def _unknown_tensors(checkpoint: Checkpoint, architecture: Architecture, used: s
     )
     if not unknown:
         return []
+    some = ", ".join(shown(name) for name in unknown[:3])
     more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-    return [
-        f"tensors that are not part of {architecture.arch} as this program knows it: {', '.join(unknown[:3])}{more}"
-    ]
+    return [f"tensors that are not part of {architecture.arch} as this program knows it: {some}{more}"]
 
 
 def check_machine(options: ConvertOptions, plan: ConversionPlan, build: BuildFolder, n_workers: int) -> list[str]:

@@ -6,6 +6,7 @@ import errno
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from container.checkpoint import Checkpoint
@@ -105,6 +106,8 @@ def dry_run(options: ConvertOptions) -> dict[str, Any]:
         notes += machine  # nothing can be converted yet, so this machine's limits do not count against the plan
     else:
         problems += _absent(prepared) + machine
+    if not problems and not names_only:
+        problems += _other_build(prepared)
     return {
         "arch": plan.architecture.arch,
         "format": plan.quant.fmt.name,
@@ -140,18 +143,24 @@ def convert(options: ConvertOptions, stream: TextIO) -> Summary:
     if problems:
         raise PreflightError([*problems, *check_machine(options, prepared.plan, build, prepared.n_workers)])
     identity = provenance(prepared.checkpoint, options)
-    if build.is_complete:
-        return _already_complete(prepared, build, identity)
-    problems = check_machine(options, prepared.plan, build, prepared.n_workers)
-    if problems:
-        raise PreflightError(problems)
+    if not build.is_complete:
+        problems = check_machine(options, prepared.plan, build, prepared.n_workers)
+        if problems:
+            raise PreflightError(problems)
     try:
-        with build.locked():
-            build.claim(identity)
-            build.reserve_trunk(prepared.plan.trunk_bytes)
-            return _build(prepared, build, identity, stream, started)
+        if not build.is_complete:
+            with build.locked():
+                if not build.is_complete:  # the run that held the lock may just have finished
+                    build.claim(identity)
+                    build.reserve_trunk(prepared.plan.trunk_bytes)
+                    return _build(prepared, build, identity, stream, started)
+        return _already_complete(prepared, build, identity)
     except OSError as error:
         raise _disk_error(error, options) from error
+    except MemoryError:
+        raise BuildError(
+            f"{options.output}: memory ran out; finished layers are kept, continue with fewer --workers"
+        ) from None
 
 
 def _build(
@@ -185,24 +194,24 @@ def _build(
 
 def _prove(prepared: Prepared, build: BuildFolder, stream: TextIO) -> dict[str, FinishedJob]:
     """Records of earlier runs whose output still holds; the others are forgotten, with a word."""
-    records = build.finished(prepared.plan.jobs)
-    if not records:
+    jobs = [job for job in prepared.plan.jobs if build.record(job.id).exists()]
+    if not jobs:
         return {}
-    jobs = [job for job in prepared.plan.jobs if job.id in records]
+    records: dict[str, FinishedJob] = {}
     report = ProgressReport(stream, "proving finished layers", [1] * len(jobs), unit="job")
     report.say(f"{len(jobs)} of {len(prepared.plan.jobs)} jobs were finished before; proving them")
 
-    def done(number: int, failure: str | None) -> None:
+    def done(number: int, proof: FinishedJob | str) -> None:
         report.update(number, 1.0)
-        if failure is not None:
-            report.say(f"{jobs[number].label}: {failure}; converting it again")
+        if isinstance(proof, FinishedJob):
+            records[proof.id] = proof
+        else:
+            report.say(f"{jobs[number].label}: {proof}; converting it again")
             build.forget(jobs[number].id)
-            del records[jobs[number].id]
 
-    tasks = [(job, prepared.options.output, records[job.id]) for job in jobs]
     try:
         run_work(
-            Work(_prove_task, tasks, [f"the proof of {job.label}" for job in jobs]),
+            Work(_prove_task, [(job, prepared.options.output) for job in jobs], [_proof_of(job) for job in jobs]),
             Watcher(done, lambda slots: None),
             n_workers=min(prepared.n_workers, len(jobs)),
         )
@@ -211,8 +220,12 @@ def _prove(prepared: Prepared, build: BuildFolder, stream: TextIO) -> dict[str, 
     return records
 
 
-def _prove_task(task: tuple[JobPlan, Any, FinishedJob], progress: Progress) -> str | None:
+def _prove_task(task: tuple[JobPlan, Path], progress: Progress) -> FinishedJob | str:
     return prove_job(*task)
+
+
+def _proof_of(job: JobPlan) -> str:
+    return f"the proof of {job.label}"
 
 
 def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[JobOutcome]:
@@ -260,7 +273,7 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
 
 def _already_complete(prepared: Prepared, build: BuildFolder, identity: Mapping[str, Any]) -> Summary:
     """The container stands. Confirm that it is this one and that no file has lost bytes; clear a killed clean-up."""
-    build.require_same_container(dict(identity))
+    build.require_same(dict(identity))
     for name, n_bytes in prepared.plan.file_bytes.items():
         path = build.output / name
         found = path.stat().st_size if path.is_file() else -1
@@ -271,6 +284,15 @@ def _already_complete(prepared: Prepared, build: BuildFolder, identity: Mapping[
         with build.locked():
             build.remove()
     return Summary(True, True, 0, 0, 0, 0.0, {}, 0, prepared.plan.total_bytes, None, prepared.sidecars.notes)
+
+
+def _other_build(prepared: Prepared) -> list[str]:
+    """Why the output folder belongs to another build, for a dry run."""
+    try:
+        BuildFolder(prepared.options.output).require_same(provenance(prepared.checkpoint, prepared.options))
+    except BuildError as error:
+        return [str(error)]
+    return []
 
 
 def _absent(prepared: Prepared) -> list[str]:

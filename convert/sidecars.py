@@ -1,6 +1,6 @@
 """The small files beside the weights: tokenizer, special tokens, templates, chat markers, vision shape.
 
-What each holds is container_v0's table of the directory. Sidecars are planned first (so that a dry run can
+What each holds is docs/FORMAT.md's table of files. Sidecars are planned first (so that a dry run can
 tell what is missing) and published with the rest.
 """
 
@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from container.errors import SourceError
+from container.layout import SPECIALS_NAME, TOKENIZER_NAME
+from container.strict_json import parse_object
 from convert.arch.base import Architecture
 
-TOKENIZER_NAME = "tokenizer.model"
 TOKENIZER_SOURCES = ("tiktoken.model", "tokenizer.model")
 CHAT_NAME = "chat.json"  # the user may edit it: never overwritten, never checksummed
 
-# nn.RMSNorm(eps=None) as torch computes it for f32, f16 and bf16 (kimi_family 4.4)
+# nn.RMSNorm(eps=None) as torch computes it for f32, f16 and bf16 (docs/MODELS.md 4)
 VISION_NORM_EPS = 1.1920929e-7
 MEDIA_KEYS = ("image_mean", "image_std", "patch_size", "in_patch_limit", "patch_limit_on_one_side")
 
@@ -67,7 +68,7 @@ def _tokenizer(found: _Collector, tokenizer_config: dict[str, Any] | None) -> No
         raise SourceError(
             f"{found.folder / 'tokenizer_config.json'}: added_tokens_decoder must map ids to objects with `content`"
         ) from None
-    found.files["specials.json"] = _to_bytes(sorted(specials, key=lambda special: int(special["id"])))
+    found.files[SPECIALS_NAME] = _to_bytes(sorted(specials, key=lambda special: int(special["id"])))
 
 
 def _chat_template(found: _Collector, tokenizer_config: dict[str, Any] | None) -> None:
@@ -79,8 +80,8 @@ def _chat_template(found: _Collector, tokenizer_config: dict[str, Any] | None) -
 
 
 def _chat_markers(found: _Collector) -> None:
-    """chat.json, for a tokenizer that really has the markers (kimi_family 5.4 and 5.5)."""
-    specials = {special["text"] for special in json.loads(found.files.get("specials.json", b"[]"))}
+    """chat.json, for a tokenizer that really has the markers (docs/MODELS.md 5.4 and 5.5)."""
+    specials = {special["text"] for special in json.loads(found.files.get(SPECIALS_NAME, b"[]"))}
     if {"<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"} <= specials:
         roles = {role: [f"<|im_{role}|>{role}<|im_middle|>", "<|im_end|>"] for role in ("system", "user", "assistant")}
         found.files[CHAT_NAME] = _to_bytes({**roles, "open": roles["assistant"][0]})
@@ -117,12 +118,9 @@ def _json(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        return parse_object(path.read_bytes())
+    except ValueError as error:
         raise SourceError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise SourceError(f"{path}: must hold a JSON object")
-    return value
 
 
 def _to_bytes(value: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""Kimi-Linear and Kimi K3: one family, told apart by config keys (kimi_family 2.1 and 2.2).
+"""Kimi-Linear and Kimi K3: one family, told apart by config keys (docs/MODELS.md 2).
 
 K3 adds a `language_model.` prefix, latent experts, attention residuals, low-rank queries, output gates and a
 vision tower; each is declared where its config key asks for it.
@@ -6,17 +6,18 @@ vision tower; each is declared where its config key asks for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from container.errors import ConfigError
-from container.model import ModelConfig
+from container.errors import ConfigError, shown
+from container.model import MAX_LAYERS, MAX_SIZE, ModelConfig
 from convert.arch.base import Architecture, ExpertNames, Precision, TrunkTensor
 
 MODEL_TYPES = ("kimi_linear", "kimi_k3")
 Shape = tuple[int, ...]
 
-# K3 pads A_log to whole blocks of 128 (kimi_family 2.1); Kimi-Linear keeps [1, 1, heads, 1].
+# K3 pads A_log to whole blocks of 128 (docs/MODELS.md 2.1); Kimi-Linear keeps [1, 1, heads, 1].
 A_LOG_BLOCK = 128
 
 
@@ -24,11 +25,11 @@ def describe(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a canonical config. Raises ConfigError when a key is missing or unsupported."""
     model = ModelConfig.from_config(config)
     outer = config.get("_outer")
+    vision = None if outer is None else _object(outer, "_outer").get("vision_config")
     prefix = "language_model." if outer is not None else ""
     trunk = [TrunkTensor(f"{prefix}{name}", f"{prefix}{name}", *rest) for name, *rest in _text_tensors(model)]
-    vision = (outer or {}).get("vision_config")
     if vision is not None:
-        trunk += _vision_tensors(vision)
+        trunk += _vision_tensors(_object(vision, "vision_config"))
     return Architecture(
         arch="kimi-k3" if outer is not None else "kimi-linear",
         tensor_prefix=prefix,
@@ -143,28 +144,23 @@ def _mlp(name: str, hidden: int, inner: int) -> dict[str, Shape]:
 
 
 def _vision_tensors(vision: Mapping[str, Any]) -> list[TrunkTensor]:
-    """K3's tower and projector (kimi_family 1.4 and 2.1), all of them kept at 8 bits."""
-    try:
-        return [
-            TrunkTensor(
-                name, name, shape, None, Precision.HIGH, flattened=name == "vision_tower.patch_embed.proj.weight"
-            )
-            for name, shape in _vision_shapes(vision).items()
-        ]
-    except KeyError as error:
-        raise ConfigError(f"config: `vision_config.{error.args[0]}` is missing") from None
+    """K3's tower and projector (docs/MODELS.md 2.1 and 4), all of them kept at 8 bits."""
+    return [
+        TrunkTensor(name, name, shape, None, Precision.HIGH, flattened=name == "vision_tower.patch_embed.proj.weight")
+        for name, shape in _vision_shapes(vision).items()
+    ]
 
 
 def _vision_shapes(vision: Mapping[str, Any]) -> dict[str, Shape]:
-    width, patch, qkv = vision["vt_hidden_size"], vision["patch_size"], vision["qkv_hidden_size"]
-    inner, out = vision["vt_intermediate_size"], vision["text_hidden_size"]
-    kernel = vision["merge_kernel_size"]
-    merged = width * kernel[0] * kernel[1]
+    width, patch, qkv = (_size(vision, key) for key in ("vt_hidden_size", "patch_size", "qkv_hidden_size"))
+    inner, out = _size(vision, "vt_intermediate_size"), _size(vision, "text_hidden_size")
+    height_width = _size(vision, "init_pos_emb_height"), _size(vision, "init_pos_emb_width")
+    merged = width * math.prod(_merge_kernel(vision))
     shapes: dict[str, Shape] = {
         "vision_tower.patch_embed.proj.weight": (width, 3, patch, patch),
-        "vision_tower.patch_embed.pos_emb.weight": (vision["init_pos_emb_height"], vision["init_pos_emb_width"], width),
+        "vision_tower.patch_embed.pos_emb.weight": (*height_width, width),
     }
-    for block in range(vision["vt_num_hidden_layers"]):
+    for block in range(_size(vision, "vt_num_hidden_layers", most=MAX_LAYERS)):
         name = f"vision_tower.encoder.blocks.{block}"
         shapes[f"{name}.norm0.weight"] = (width,)
         shapes[f"{name}.norm1.weight"] = (width,)
@@ -177,3 +173,29 @@ def _vision_shapes(vision: Mapping[str, Any]) -> dict[str, Shape]:
     shapes["mm_projector.proj.2.weight"] = (out, merged)
     shapes["mm_projector.post_norm.weight"] = (out,)
     return shapes
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config: `{name}` must be an object, found {shown(value)}")
+    return value
+
+
+def _size(vision: Mapping[str, Any], key: str, *, most: int = MAX_SIZE) -> int:
+    value: Any = vision.get(key)
+    if not _is_size(value, most):
+        raise ConfigError(
+            f"config: `vision_config.{key}` must be a whole number from 1 to {most}, found {shown(value)}"
+        )
+    return int(value)
+
+
+def _merge_kernel(vision: Mapping[str, Any]) -> list[int]:
+    kernel = vision.get("merge_kernel_size")
+    if not isinstance(kernel, list) or len(kernel) != 2 or not all(_is_size(size) for size in kernel):
+        raise ConfigError(f"config: `vision_config.merge_kernel_size` must list two sizes, found {shown(kernel)}")
+    return kernel
+
+
+def _is_size(value: Any, most: int = MAX_SIZE) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

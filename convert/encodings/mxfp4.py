@@ -1,6 +1,6 @@
 """MXFP4 pairs: U8 `<name>_packed` (two E2M1 values a byte) and U8 `<name>_scale` (E8M0, one per 32 columns).
 
-Source: kimi_family 6.1 (OCP MX formats; compressed-tensors' mxfp4-pack-quantized). Low nibble is the even
+Source: docs/MODELS.md 6.1 (OCP MX formats; compressed-tensors' mxfp4-pack-quantized). Low nibble is the even
 column; a scale byte e means 2^(e-127), also for e = 0; e = 255 is NaN.
 """
 
