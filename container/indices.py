@@ -1,6 +1,6 @@
 """Index tiling of expert matrices: codes ⇄ bytes, one pair for every expert format.
 
-Order on disk (container_v0): `[row tile of 64][vector][row in tile][vector bytes]`; the last tile is filled
+Order on disk (docs/FORMAT.md): `[row tile of 64][vector][row in tile][vector bytes]`; the last tile is filled
 up with rows of index 0. VQ3R and VQ2R store one byte per stage; VQ4P packs four 6-bit indices into three bytes.
 """
 

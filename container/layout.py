@@ -35,7 +35,7 @@ MAX_U16 = 0xFFFF  # layer, expert and codebook id are u16 in the headers
 GROUP_SIZE = 128  # trunk weights that share one group scale
 TRUNK_ALIGNMENT = 64  # ours: v0 asks for none; a cache line keeps every tensor's start aligned in memory
 
-# Tensors with fewer elements stay F32 in the trunk (container_v0, trunk.bin formats).
+# Tensors with fewer elements stay F32 in the trunk (docs/FORMAT.md, trunk.bin).
 MIN_QUANTISED_ELEMENTS = 65_536
 
 

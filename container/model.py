@@ -1,6 +1,6 @@
 """The model a container holds: its shape in one spelling, read from the manifest's `config`.
 
-`canonical_config` turns a release's config.json into the manifest's `config` (container_v0: one spelling for
+`canonical_config` turns a release's config.json into the manifest's `config` (docs/FORMAT.md: one spelling for
 the MoE keys, a multimodal wrapper moved under `_outer`). `ModelConfig` is the typed view of that dictionary
 that the converter, the runtime and the reference share; none of them reads config keys by itself.
 """
@@ -23,10 +23,10 @@ MOE_ALIASES: dict[str, tuple[str, ...]] = {
 
 KINDS = ("gate", "up", "down")
 
-# R, N and T build these two norms without passing rms_norm_eps, so the class default holds
-# (kimi_family 3.1 and 3.10); other engines use rms_norm_eps.
+# The release and transformers build these two norms without passing rms_norm_eps, so the class default holds
+# (docs/MODELS.md 3.1 and 3.10); other engines use rms_norm_eps.
 LATENT_NORM_EPS = 1e-6
-# fla adds it to the sum of squares under the root (kimi_family 3.2)
+# fla adds it to the sum of squares under the root (docs/MODELS.md 3.2)
 L2_NORM_EPS = 1e-6
 
 # Codebook ids are u16 and every layer may need its own.
@@ -157,7 +157,7 @@ class ModelConfig:
 
 
 def canonical_config(release: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest's `config` for a release's config.json (container_v0, manifest table).
+    """The manifest's `config` for a release's config.json (docs/FORMAT.md, Manifest keys).
 
     A multimodal wrapper's `text_config` becomes the config and the rest of the wrapper goes under `_outer`.
     MoE keys get the canonical spelling beside the original one; `moe_renormalize` is present only when true,

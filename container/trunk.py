@@ -1,7 +1,7 @@
 """Trunk tensor formats F32, Q8G and Q4G: floats ⇄ bytes, one pair per format, and the sizes of both.
 
 Grouped formats hold integer values, rows padded to whole groups of 128, then one f16 scale per group
-(container_v0, trunk.bin formats): weight = value × scale. The integers are chosen against the scale as it is
+(docs/FORMAT.md, trunk.bin): weight = value × scale. The integers are chosen against the scale as it is
 stored, in f16, which is never inf and never 0 under a non-zero weight. So |weight - decoded| is at most half a
 scale, except where the largest f16 scale is too small for the group and its largest weights are clipped.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +109,7 @@ def unpack_rows(values: Bytes, scales: F16Array, cols: int, fmt: TrunkFormat) ->
     return cast(F32Array, groups.reshape(len(values), -1)[:, :cols])
 
 
-def stored_scales(scales: F32Array) -> F16Array:
+def stored_scales(scales: npt.NDArray[np.floating[Any]]) -> F16Array:
     """Non-negative scales rounded to f16: at most the largest finite f16, and 0 only where the scale is 0."""
     bounded = np.clip(scales, F16_SMALLEST, F16_LARGEST)
     return np.where(scales == 0, np.float32(0), bounded).astype(np.float16)
@@ -117,8 +117,7 @@ def stored_scales(scales: F32Array) -> F16Array:
 
 def _group_scales(amax: F32Array, most: int) -> F16Array:
     """amax / most in f16; one step up where rounding down (among subnormals) would clip the largest weight."""
-    wanted = np.where(amax == 0, np.float32(0), np.maximum(amax / np.float32(most), F16_SMALLEST))
-    scales = stored_scales(wanted)
+    scales = stored_scales(amax / np.float32(most))
     too_small = scales.astype(np.float32) * np.float32(most + 0.5) < amax
     return np.where(too_small & (scales < F16_LARGEST), np.nextafter(scales, np.float16(F16_LARGEST)), scales)
 

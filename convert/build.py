@@ -52,11 +52,14 @@ class FinishedJob:
         record = cls(id=raw["id"], trunk_crc32=raw["trunk_crc32"], errors=raw["errors"], **files)
         names = {item.entry.name for item in job.trunk}
         kinds = {*KINDS, "experts"} if job.experts is not None else set()
-        has_files = (record.bank is not None) == (record.codebooks is not None) == (job.experts is not None)
-        if record.id != job.id or set(record.trunk_crc32) != names or not has_files:
+        if not (
+            record.id == job.id
+            and (record.bank is not None) == (record.codebooks is not None) == (job.experts is not None)
+            and _holds(record.trunk_crc32, names, int)
+            and _holds(record.errors["trunk"], names, float)
+            and _holds(record.errors.get("experts", {}), kinds, float)
+        ):
             raise ValueError(f"not a record of {job.label}")
-        if not _are_numbers(record.errors["trunk"], names) or not _are_numbers(record.errors.get("experts", {}), kinds):
-            raise ValueError(f"not the errors of {job.label}")
         return record
 
 
@@ -220,8 +223,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise BuildError(f"{path}: damaged; delete {path.parent} to start this conversion anew") from None
 
 
-def _are_numbers(values: Any, keys: set[str]) -> bool:
-    return isinstance(values, dict) and set(values) == keys and all(type(value) is float for value in values.values())
+def _holds(values: Any, keys: set[str], kind: type) -> bool:
+    return isinstance(values, dict) and set(values) == keys and all(type(value) is kind for value in values.values())
 
 
 def _to_bytes(value: Mapping[str, Any]) -> bytes:

@@ -204,7 +204,7 @@ def gate_silu(gate: F32, up: F32, out: F32) -> None:
 
 @nb.njit(cache=True, nogil=True)
 def gate_situ(gate: F32, up: F32, beta: float, linear_beta: float, out: F32) -> None:
-    """out = β tanh(gate/β) sigmoid(gate) · λ tanh(up/λ) (kimi_family 3.7); λ = 0 leaves `up` as it is."""
+    """out = β tanh(gate/β) sigmoid(gate) · λ tanh(up/λ) (docs/MODELS.md 3.7); λ = 0 leaves `up` as it is."""
     b, linear = np.float32(beta), np.float32(linear_beta)
     for c in range(out.size):
         side = up[c] if linear == 0 else linear * math.tanh(up[c] / linear)
@@ -266,7 +266,7 @@ def conv_silu(window: F32, weight: F32, x: F32, out: F32) -> None:
 
 @nb.njit(cache=True, nogil=True)
 def decay_bounded(raw: F32, bias: F32, rate: F32, bound: float, out: F32) -> None:
-    """out = bound · sigmoid(rate[head] · (raw + bias)): K3's log decay (kimi_family 3.2); all but rate [heads, dk]."""
+    """out = bound · sigmoid(rate[head] · (raw + bias)) (docs/MODELS.md 3.2); all but rate [heads, dk]."""
     for h in range(raw.shape[0]):
         for c in range(raw.shape[1]):
             out[h, c] = np.float32(bound) * sigmoid(rate[h] * (raw[h, c] + bias[h, c]))
@@ -284,7 +284,7 @@ def decay_softplus(raw: F32, bias: F32, rate: F32, out: F32) -> None:
 
 @nb.njit(cache=True, nogil=True, fastmath=FAST)
 def delta_step(state: F32, q: F32, k: F32, v: F32, log_decay: F32, beta: F32, out: F32) -> None:
-    """One token of the delta rule (kimi_family 3.2, point 6); `state` [heads, dk, dv] is updated.
+    """One token of the delta rule (docs/MODELS.md 3.2, point 5); `state` [heads, dk, dv] is updated.
 
     S ← diag(exp(log_decay)) S; d = β (v - Sᵀk); S ← S + k dᵀ; out = Sᵀq. q, k and log_decay [heads, dk],
     v and out [heads, dv], beta [heads].
@@ -314,7 +314,7 @@ def delta_step(state: F32, q: F32, k: F32, v: F32, log_decay: F32, beta: F32, ou
 def latent_attention(cache: F32, queries: F32, scale: float, out: F32) -> None:
     """Softmax attention of queries [heads, width] over cache [positions, width]; out [heads, latent].
 
-    Scores use the whole width, the weighted sum only its first `latent` elements (kimi_family 3.3, absorbed).
+    Scores use the whole width, the weighted sum only its first `latent` elements (docs/MODELS.md 3.3, absorbed).
     """
     n_positions, latent = cache.shape[0], out.shape[1]
     weights = np.empty(n_positions, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Text ⇄ token ids with the rank file and special tokens that a container carries (kimi_family 5.1 and 5.2)."""
+"""Text ⇄ token ids with the rank file and special tokens that a container carries (docs/MODELS.md 5.1 and 5.2)."""
 
 from __future__ import annotations
 

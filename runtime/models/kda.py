@@ -1,4 +1,4 @@
-"""Kimi delta attention for one token (kimi_family 3.2), with K3's and Kimi-Linear's gates."""
+"""Kimi delta attention for one token (docs/MODELS.md 3.2), with K3's and Kimi-Linear's gates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kimi-Linear and Kimi K3, one token at a time (kimi_family section 3).
+"""Kimi-Linear and Kimi K3, one token at a time (docs/MODELS.md section 3).
 
 The two differ in gates, expert width, activation and residuals; all of it follows from the config.
 """

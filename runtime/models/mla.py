@@ -1,4 +1,4 @@
-"""Latent attention without rotation for one token (kimi_family 3.3), with kv_b_proj absorbed.
+"""Latent attention without rotation for one token (docs/MODELS.md 3.3), with kv_b_proj absorbed.
 
 The cache holds the latent, not keys and values: with W_k and W_v the two parts of a head's kv_b_proj,
 q · (W_k c) = (W_kᵀ q) · c and Σ a_t (W_v c_t) = W_v (Σ a_t c_t), so both products are taken once per token

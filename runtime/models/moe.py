@@ -1,4 +1,4 @@
-"""Router and experts for one token (kimi_family 3.5 and 3.6), in full or in latent width."""
+"""Router and experts for one token (docs/MODELS.md 3.5 and 3.6), in full or in latent width."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.models.mlp import GatedMlp, RmsNorm, activation
 from runtime.store import ExpertStore
 from runtime.weights import Matrix, Needs, Trunk, dimensions
 
-_RENORM_TOLERANCE = np.float32(1e-20)  # kimi_family 3.5
+_RENORM_TOLERANCE = np.float32(1e-20)  # docs/MODELS.md 3.5
 Ids = npt.NDArray[np.int64]
 
 

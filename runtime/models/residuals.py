@@ -1,6 +1,6 @@
 """How the outputs of attention and MLP come together: an ordinary residual stream, or attention residuals.
 
-Attention residuals (kimi_family 3.8): every few layers the running sum is put aside and a new one begins; what a
+Attention residuals (docs/MODELS.md 3.8): every few layers the running sum is put aside and a new one begins; what a
 sublayer reads is a softmax mixture of all sums put aside and the running one.
 """
 
