@@ -1,0 +1,89 @@
+"""`python -m validate`: prove a container right."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from container.errors import MoedockError
+from validate.run import DEFAULT_TOLERANCE, Options, validate
+
+INTERRUPTED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m validate",
+        description="Prove a container right: every byte, header and checksum; with --source every weight against the "
+        "checkpoint; with --logits the runtime against the PyTorch reference.",
+        epilog="The result goes to stdout, progress and errors to stderr. Exit codes: 0 all checks hold, 1 one does "
+        "not, 2 usage, 130 interrupted.",
+    )
+    parser.add_argument("container", metavar="CONTAINER", type=Path, help="folder with manifest.json")
+    parser.add_argument("--source", metavar="CKPT", type=Path, help="the checkpoint folder it was made of")
+    parser.add_argument(
+        "--logits",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="compare runtime and reference (default: when the model is small)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=DEFAULT_TOLERANCE,
+        metavar="X",
+        help="largest relative error of the logits at any position (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--experts", type=int, metavar="N", help="compare only N experts of each layer with the checkpoint"
+    )
+    parser.add_argument("--ids", type=_ids, metavar="ID,ID,…", help="the prompt to compare logits on, as token ids")
+    parser.add_argument("--workers", type=int, metavar="N", help="threads (default: as the machine allows)")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command. Returns the exit code: 0 all holds, 1 it does not, 2 wrong usage, 130 interrupted."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        options = Options(
+            container=arguments.container,
+            source=arguments.source,
+            logits=arguments.logits,
+            tolerance=arguments.tolerance,
+            n_experts=arguments.experts,
+            ids=arguments.ids,
+            workers=arguments.workers,
+        )
+        report = validate(options, sys.stderr)
+        text = json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text()
+        # a file's name may hold bytes that are no text
+        print(text.encode(errors="backslashreplace").decode(), flush=True)
+    except MoedockError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone; the interpreter must not try to flush into it on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0 if report.ok else 1
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,2,3") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

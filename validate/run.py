@@ -1,0 +1,132 @@
+"""One validation from beginning to end: structure first, and only what holds is compared further."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from container.checkpoint import Checkpoint
+from container.errors import MoedockError, UsageError
+from container.reader import ContainerReader
+from validate.report import Findings, LogitsReport, Report, StructureReport, WeightsReport
+from validate.structure import check_structure
+
+DEFAULT_TOLERANCE = 1e-5
+# The logits of a model up to this size are compared without being asked for: a few minutes of reference at most.
+SMALL_MODEL_WEIGHTS = 2_000_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What to check."""
+
+    container: Path
+    source: Path | None = None
+    logits: bool | None = None  # None: when the model is small
+    tolerance: float = DEFAULT_TOLERANCE
+    n_experts: int | None = None  # compared per layer; None: all
+    ids: tuple[int, ...] | None = None  # the one prompt; None: a few of our own
+    workers: int | None = None  # None: as the machine allows
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.tolerance) and self.tolerance > 0):
+            raise UsageError(f"--tolerance must be a number above 0, found {self.tolerance}")
+        for name, value in (("--experts", self.n_experts), ("--workers", self.workers)):
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, found {value}")
+        if self.n_experts is not None and self.source is None:
+            raise UsageError("--experts says how many experts to compare with the checkpoint; it needs --source")
+        if self.ids is not None and self.logits is False:
+            raise UsageError("--ids is the prompt of the logits check, which --no-logits leaves out")
+
+
+def validate(options: Options, stream: TextIO) -> Report:
+    """Run every check asked for. Progress goes to `stream`.
+
+    A bad container or checkpoint is a problem in the report. Raises UsageError for ids outside the vocabulary.
+    """
+    findings = Findings()
+    structure = StructureReport(ok=False)
+    weights: WeightsReport | None = None
+    logits: LogitsReport | None = None
+    with _problems(options.container, findings):
+        structure, found = check_structure(options.container, n_threads=options.workers, stream=stream)
+        findings.merge(found)
+    if structure.ok:
+        with _problems(options.container, findings), ContainerReader.open(options.container) as reader:
+            checkpoint = None
+            if options.source is not None:
+                with _problems(options.source, findings):
+                    checkpoint = Checkpoint.open(options.source)
+                    weights = _check_weights(reader, checkpoint, options, findings, stream)
+            if _wants_logits(reader, options, findings):
+                logits = _check_logits(reader, checkpoint, options, findings, stream)
+    elif options.source is not None or options.logits:
+        findings.note("weights and logits were not compared, because the structure does not hold")
+    return Report(
+        container=str(options.container), structure=structure, weights=weights, logits=logits, findings=findings
+    )
+
+
+@contextlib.contextmanager
+def _problems(folder: Path, findings: Findings) -> Iterator[None]:
+    """Turn what a bad file raises into a problem; a usage error passes."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except MoedockError as error:
+        findings.problem(str(error))
+    except OSError as error:
+        findings.problem(f"{error.filename or folder}: {error.strerror or error}")
+    except MemoryError:
+        findings.problem(f"{folder}: there is not enough memory to go on")
+    except RecursionError:
+        findings.problem(f"{folder}: its config is nested too deeply to be compared")
+
+
+def _wants_logits(reader: ContainerReader, options: Options, findings: Findings) -> bool:
+    if options.logits is not None:
+        return options.logits
+    if options.ids is not None:
+        return True
+    n_weights = count_weights(reader)
+    if n_weights > SMALL_MODEL_WEIGHTS:
+        findings.note(f"logits were not compared: the model has {n_weights:,} weights; --logits compares them anyway")
+    return n_weights <= SMALL_MODEL_WEIGHTS
+
+
+def count_weights(reader: ContainerReader) -> int:
+    """Weights of a container's model, trunk and experts together."""
+    per_expert = sum(math.prod(shape) for shape in reader.layout.shapes.values())
+    trunk = sum(math.prod(entry.shape) for entry in reader.manifest.trunk)
+    return trunk + per_expert * sum(bank.n_experts for bank in reader.manifest.layers.values())
+
+
+# torch and the runtime's kernels take seconds to load, so a structure check does without them.
+
+
+def _check_weights(
+    reader: ContainerReader, checkpoint: Checkpoint, options: Options, findings: Findings, stream: TextIO
+) -> WeightsReport:
+    from validate.weights import check_weights
+
+    report, found = check_weights(
+        reader, checkpoint, n_experts=options.n_experts, n_threads=options.workers, stream=stream
+    )
+    findings.merge(found)
+    return report
+
+
+def _check_logits(
+    reader: ContainerReader, checkpoint: Checkpoint | None, options: Options, findings: Findings, stream: TextIO
+) -> LogitsReport:
+    from validate.logits import check_logits
+
+    report, found = check_logits(reader, checkpoint, tolerance=options.tolerance, ids=options.ids, stream=stream)
+    findings.merge(found)
+    return report
