@@ -10,6 +10,7 @@ from typing import Any
 
 from container.layout import CODEBOOKS_NAME, MANIFEST_NAME, TRUNK_NAME
 from container.manifest import FileEntry, Manifest
+from container.model import KINDS
 from container.publish import publish_bytes, publishing, sync_folder
 from convert.build import BuildFolder, FinishedJob
 from convert.plan import ConversionPlan
@@ -61,9 +62,18 @@ def assemble(
 
 
 def error_report(plan: ConversionPlan, records: Mapping[str, FinishedJob]) -> dict[str, Any]:
-    """Relative error per layer and kind, and per trunk tensor (‖w - w'‖ / ‖w‖)."""
-    layers = {str(job.experts.layer): records[job.id].errors["experts"] for job in plan.jobs if job.experts is not None}
-    trunk = {name: error for job in plan.jobs for name, error in records[job.id].errors["trunk"].items()}
+    """Relative error per layer and kind, and per trunk tensor (‖w - w'‖ / ‖w‖).
+
+    In the plan's order, whatever the order of the keys in a record: one read back has them sorted.
+    """
+    layers = {
+        str(job.experts.layer): {key: records[job.id].errors["experts"][key] for key in (*KINDS, "experts")}
+        for job in plan.jobs
+        if job.experts is not None
+    }
+    trunk = {
+        item.entry.name: records[job.id].errors["trunk"][item.entry.name] for job in plan.jobs for item in job.trunk
+    }
     return {"relative_error": {"layers": layers, "trunk": trunk}}
 
 

@@ -7,14 +7,16 @@ neither corrupt it nor leave the others waiting.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
 from typing import Any, Generic, TypeVar
@@ -26,6 +28,7 @@ Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
 
 POLL_SECONDS = 0.2
+COLLECT_SECONDS = 5.0
 
 # Set in each worker by _start_worker.
 _slots: Any = None
@@ -55,10 +58,8 @@ def run_work(work: Work[Task, Outcome], watcher: Watcher[Outcome], *, n_workers:
     In both cases, and on KeyboardInterrupt, every worker has ended before this function is left.
     """
     slots = RawArray("q", 2 * len(work.tasks))  # per task: process id, progress
-    context = multiprocessing.get_context("spawn")
+    context = _Workers()
     executor = ProcessPoolExecutor(n_workers, mp_context=context, initializer=_start_worker, initargs=(slots,))
-    others = multiprocessing.active_children()
-    workers: list[BaseProcess] = []
     try:
         # The workers must never see the terminal's Ctrl-C, not even while they start.
         with _interrupts_ignored():
@@ -66,18 +67,31 @@ def run_work(work: Work[Task, Outcome], watcher: Watcher[Outcome], *, n_workers:
                 executor.submit(_run_task, work.function, task, number): number
                 for number, task in enumerate(work.tasks)
             }
-            workers += _children_but(others)
-        _watch(futures, watcher, slots)
+        _watch(futures, watcher, slots, context.started)
     except BrokenProcessPool:
-        raise WorkerError(_obituary(workers, slots, work.labels)) from None
+        raise WorkerError(_obituary(context.started, slots, work.labels)) from None
     finally:
-        for worker in workers or _children_but(others):
+        for worker in context.started:
             worker.kill()
         executor.shutdown(cancel_futures=True)
 
 
-def _children_but(others: Sequence[BaseProcess]) -> list[BaseProcess]:
-    return [child for child in multiprocessing.active_children() if child not in others]
+class _Workers(SpawnContext):
+    """Spawns the pool's processes and remembers them, dead ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[SpawnProcess] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
+        """Called by the pool for every worker."""
+        self._made.append(SpawnProcess(*args, **kwargs))
+        return self._made[-1]
+
+    @property
+    def started(self) -> list[SpawnProcess]:
+        """The workers so far."""
+        return [worker for worker in self._made if worker.pid is not None]
 
 
 def _start_worker(slots: Any) -> None:
@@ -95,7 +109,14 @@ def _run_task(function: Callable[[Task, Progress], Outcome], task: Task, number:
     return function(task, progress)
 
 
-def _watch(futures: dict[Future[Outcome], int], watcher: Watcher[Outcome], slots: Any) -> None:
+def _watch(
+    futures: dict[Future[Outcome], int], watcher: Watcher[Outcome], slots: Any, workers: Sequence[BaseProcess]
+) -> None:
+    """Wait for all futures. Raises BrokenProcessPool for a dead worker.
+
+    The pool alone would not do: it watches a worker that it started late only after its next event, which may be
+    the end of a long job (seen with CPython 3.11).
+    """
     waiting = set(futures)
     while waiting:
         finished, waiting = wait(waiting, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
@@ -104,21 +125,41 @@ def _watch(futures: dict[Future[Outcome], int], watcher: Watcher[Outcome], slots
             outcome = future.result()
             slots[2 * futures[future]] = 0
             watcher.done(futures[future], outcome)
+        if waiting and _dead(workers):
+            raise BrokenProcessPool
+
+
+def _dead(workers: Sequence[BaseProcess]) -> list[BaseProcess]:
+    """The workers that have ended. While there is work, none does so by itself."""
+    ended = wait_for_any([worker.sentinel for worker in workers], timeout=0)
+    return [worker for worker in workers if worker.sentinel in ended]
 
 
 def _obituary(workers: Sequence[BaseProcess], slots: Any, labels: Sequence[str]) -> str:
     """Who died, how, and at what. The pool itself ends the other workers with SIGTERM, so those are not meant."""
-    for worker in workers:
-        worker.join(timeout=5)
+    found = {worker.pid: _exit_code(worker) for worker in _dead(workers)}
     busy = {slots[2 * number]: label for number, label in enumerate(labels) if slots[2 * number]}
-    dead = [worker for worker in workers if worker.exitcode not in (None, 0, -signal.SIGTERM)] or list(workers)
-    what = " and ".join(busy[worker.pid] for worker in dead if worker.pid in busy) or "its start"
-    codes = {worker.exitcode for worker in dead if worker.exitcode is not None}
-    how = ", ".join(signal.Signals(-code).name if code < 0 else f"exit code {code}" for code in sorted(codes))
+    dead = {pid: code for pid, code in found.items() if code not in (None, 0, -signal.SIGTERM)} or found
+    what = " and ".join(busy[pid] for pid in dead if pid in busy) or "its start"
+    how = ", ".join(sorted({_how_it_ended(code) for code in dead.values()}))
     return (
         f"a worker process died ({how}) at work on {what}; finished layers are kept, run the same command to "
         "continue. If it keeps dying, the machine may be short of memory: use fewer --workers"
     )
+
+
+def _exit_code(worker: BaseProcess) -> int | None:
+    """How a dead worker ended. While the pool's thread is collecting the code, there is none for a moment."""
+    deadline = time.monotonic() + COLLECT_SECONDS
+    while worker.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return worker.exitcode
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    return signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def check_source(checkpoint: Checkpoint, architecture: Architecture, jobs: Itera
             problems += _tensor_problems(checkpoint, wanted, encoding, readable)
         used.update(weight_map)
         if len(problems) >= MAX_PROBLEMS:
-            problems.append(f"stopped looking after {job.label}: is this config.json the one of these shards?")
+            problems.insert(0, f"stopped looking after {job.label}: is this config.json the one of these shards?")
             return SourceCheck(tuple(problems), tuple(absent), weight_maps)
     problems += _unknown_tensors(checkpoint, architecture, used)
     return SourceCheck(tuple(problems), tuple(absent), weight_maps)

@@ -141,7 +141,8 @@ def convert(options: ConvertOptions, stream: TextIO) -> Summary:
     build = BuildFolder(options.output)
     problems = [*prepared.source.problems, *_absent(prepared)]
     if problems:
-        raise PreflightError([*problems, *check_machine(options, prepared.plan, build, prepared.n_workers)])
+        # the few of the machine first: of a long list only the beginning is shown
+        raise PreflightError([*check_machine(options, prepared.plan, build, prepared.n_workers), *problems])
     identity = provenance(prepared.checkpoint, options)
     if not build.is_complete:
         problems = check_machine(options, prepared.plan, build, prepared.n_workers)
