@@ -140,12 +140,15 @@ class ModelConfig:
         n_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
         _refuse_unsupported(config)
         linear_beta = keys.optional_number("activation_situ_linear_beta")
+        tolerance = keys.number("rms_norm_eps")
+        if tolerance <= 0:
+            raise ConfigError(f"config: `rms_norm_eps` must be above 0, found {tolerance}")
         return cls(
             vocab_size=keys.count("vocab_size"),
             hidden_size=keys.count("hidden_size"),
             intermediate_size=keys.count("intermediate_size"),
             n_layers=n_layers,
-            rms_norm_eps=keys.number("rms_norm_eps"),
+            rms_norm_eps=tolerance,
             hidden_act=str(config["hidden_act"]),
             situ_beta=keys.optional_number("activation_situ_beta") or 1.0,
             situ_linear_beta=None if linear_beta is None else (linear_beta or 1.0),
@@ -236,12 +239,17 @@ def _kda(keys: _Keys, n_layers: int) -> KdaConfig:
         raise ConfigError(
             "config: `linear_attn_config` must name each layer once, in `kda_layers` or `full_attn_layers` (1-based)"
         )
+    bound = linear.optional_number("gate_lower_bound")
+    if bound is not None and bound >= 0:
+        raise ConfigError(
+            f"config: `linear_attn_config.gate_lower_bound` must be below 0, found {bound}: no state decays"
+        )
     return KdaConfig(
         n_heads=linear.count("num_heads"),
         head_dim=linear.count("head_dim"),
         conv_kernel=linear.count("short_conv_kernel_size"),
         full_rank_gate=linear.flag("use_full_rank_gate"),
-        gate_lower_bound=linear.optional_number("gate_lower_bound"),
+        gate_lower_bound=bound,
         layers=frozenset(n - 1 for n in listed),
     )
 
@@ -282,6 +290,9 @@ def _moe(keys: _Keys, n_layers: int) -> MoeConfig:
         raise ConfigError(
             f"config: {moe.n_experts} experts cannot form {moe.n_groups} groups of which {moe.topk_groups} are kept"
         )
+    kept = moe.n_experts // moe.n_groups * moe.topk_groups
+    if moe.top_k > kept:
+        raise ConfigError(f"config: `num_experts_per_token` {moe.top_k} is above the {kept} experts of the kept groups")
     return moe
 
 

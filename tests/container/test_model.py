@@ -115,7 +115,7 @@ def test_missing_keys_are_named(key):
         ("first_k_dense_replace", 7), ("rms_norm_eps", "small"), ("rms_norm_eps", float("nan")),
         ("rms_norm_eps", 10**400), ("routed_scaling_factor", True), ("activation_situ_beta", "4"),
         ("activation_situ_linear_beta", []), ("attn_res_block_size", "12"), ("attn_res_block_size", -1),
-        ("gate_lower_bound", "low"),
+        ("gate_lower_bound", "low"), ("gate_lower_bound", 0), ("gate_lower_bound", 5.0), ("rms_norm_eps", 0),
         ("use_full_rank_gate", "no"), ("mla_use_output_gate", 1), ("latent_moe_use_norm", "x"),
         ("q_lora_rank", 0), ("routed_expert_hidden_size", "x"), ("linear_attn_config", []),
         ("kda_layers", [1, 2, 3, 5, 7]), ("kda_layers", [0, 1, 2, 4]), ("kda_layers", [True, 2, 3, 5]),
@@ -135,6 +135,11 @@ def test_bad_values_are_named(key, value):
     finally:
         tracemalloc.stop()
     assert key in str(caught.value) or "num_experts" in str(caught.value) or "experts cannot form" in str(caught.value)
+
+
+def test_fewer_experts_in_the_kept_groups_than_chosen_are_refused():
+    with pytest.raises(ConfigError, match="`num_experts_per_token` 2 is above the 1 experts of the kept groups"):
+        ModelConfig.from_config(changed(K3, num_experts=8, num_experts_per_token=2, num_expert_group=8))
 
 
 @given(st.data(), st.sampled_from([K3, LINEAR]))
