@@ -1,0 +1,177 @@
+"""Kills, or fills the disk of, a conversion at every step at which a file is synced, renamed or removed.
+
+    python -m tests.crash.publish_points SOURCE FOLDER {kill,full}     at each step in turn; prints a JSON report
+    python -m tests.crash.publish_points SOURCE OUTPUT kill LABEL      at one step, for good
+
+Jobs run in one process, one after the other, so that the steps have an order; each attempt is a fork of this
+process, which has imported and compiled everything already.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import convert.run
+from container.errors import BuildError
+from container.layout import MANIFEST_NAME
+from convert.options import ConvertOptions
+from tests.convert.small import contents, serial_work
+
+MAX_STEPS = 500
+ONLY_FULL = ("unlink", "rmdir")  # a full disk does not hinder these
+
+
+class Steps:
+    """Counts the steps of a conversion, and strikes before the chosen one."""
+
+    def __init__(self, strike: Callable[[], None], number: int | None = None, label: str | None = None) -> None:
+        self.strike = strike
+        self.number = number
+        self.label = label
+        self.seen: list[str] = []
+
+    def watch(self) -> None:
+        """Put this in front of every call that makes files durable, final or absent."""
+        real_fsync, real_replace, real_unlink, real_rmdir = os.fsync, Path.replace, os.unlink, os.rmdir
+
+        def fsync(descriptor: int) -> None:
+            self._step(f"fsync {stable(Path(f'/proc/self/fd/{descriptor}').resolve().name)}")
+            real_fsync(descriptor)
+
+        def replace(source: Path, target: Path) -> Path:
+            self._step(f"rename to {Path(target).name}")
+            return real_replace(source, target)
+
+        def unlink(path: Any, **options: Any) -> None:
+            self._step(f"unlink {Path(path).name}")
+            real_unlink(path, **options)
+
+        def rmdir(path: Any, **options: Any) -> None:
+            self._step(f"rmdir {Path(path).name}")
+            real_rmdir(path, **options)
+
+        os.fsync, os.unlink, os.rmdir = fsync, unlink, rmdir  # type: ignore[assignment]
+        Path.replace = replace  # type: ignore[assignment, method-assign]
+
+    def _step(self, label: str) -> None:
+        self.seen.append(label)
+        if len(self.seen) == self.number or label == self.label:
+            self.strike()
+
+
+def stable(name: str) -> str:
+    """A temporary file's name without its random part."""
+    return f"new {'.'.join(name.split('.')[1:-2])}" if name.endswith(".tmp") else name
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def run(source: Path, output: Path) -> None:
+    convert.run.convert(ConvertOptions(source=source, output=output), io.StringIO())
+
+
+def forked(function: Callable[[], str | None]) -> tuple[int, str]:
+    """Run `function` in a fork. (wait status, what it returned or raised)."""
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = function() or ""
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write_end, text.encode()[:4000])
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        text = pipe.read()
+    return os.waitpid(child, 0)[1], text
+
+
+def attempt(source: Path, output: Path, mode: str, number: int) -> str | None:
+    """Strike at one step. Returns its label, None when the conversion has fewer steps."""
+    read_end, write_end = os.pipe()
+
+    def struck() -> None:
+        os.write(write_end, steps.seen[-1].encode())
+        (kill if mode == "kill" else fill)()
+
+    steps = Steps(struck, number)
+
+    def body() -> str | None:
+        steps.watch()
+        try:
+            run(source, output)
+        except BuildError as error:
+            return str(error)
+        return None
+
+    status, text = forked(body)
+    os.close(write_end)
+    with os.fdopen(read_end) as pipe:
+        label = pipe.read()
+    if not label:
+        assert (status, text) == (0, ""), text
+        return None
+    if mode == "kill":
+        assert os.WTERMSIG(status) == signal.SIGKILL, (label, status, text)
+    elif not label.startswith(ONLY_FULL):
+        assert "the disk is full" in text, (label, text)
+    return label
+
+
+def check_state(output: Path, expected: dict[str, bytes]) -> None:
+    """Every file under its final name is whole, and with the manifest there are all of them."""
+    for name, data in contents(output).items():
+        if not name.startswith(".build/") and not name.endswith(".tmp"):
+            assert data == expected[name], name
+    if (output / MANIFEST_NAME).exists():
+        assert expected.keys() <= contents(output).keys()
+
+
+def every_step(source: Path, folder: Path, mode: str) -> list[str]:
+    """Strike at each step in turn, resume, compare. Returns the labels."""
+    run(source, folder / "expected")
+    expected = contents(folder / "expected")
+    labels: list[str] = []
+    for number in range(1, MAX_STEPS):
+        output = folder / f"step-{number}"
+        label = attempt(source, output, mode, number)
+        if label is None:
+            return labels
+        labels.append(label)
+        check_state(output, expected)
+        status, text = forked(lambda output=output: run(source, output))  # type: ignore[misc]
+        assert (status, text) == (0, ""), (label, text)
+        found = contents(output)
+        different = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        assert not different, (label, different)
+        shutil.rmtree(output)
+    raise AssertionError(f"more than {MAX_STEPS} steps")
+
+
+def main(source: Path, folder: Path, mode: str, label: str | None = None) -> None:
+    convert.run.run_work = serial_work  # type: ignore[assignment]
+    if label is None:
+        print(json.dumps(every_step(source, folder, mode)))
+    else:
+        Steps(kill, label=label).watch()
+        run(source, folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
