@@ -64,10 +64,15 @@ def kill_after_first_layers(command: list[str], container: Path) -> list[str]:
 
 def show_validation(report: dict[str, Any]) -> None:
     structure, weights, logits = report["structure"], report["weights"], report["logits"]
-    print(f"   structure: {json.dumps(structure)}")
-    print(f"   relative error by kind: {json.dumps(weights['relative_error'])}")
-    print(f"   logits, runtime against reference: relative error {logits['relative_error']:.1e}")
-    print(f"   logits, converted against original: KL {logits['kl']:.4f} nats")
+    print(
+        f"   structure: {structure['n_files']} files, {structure['n_records']} expert records, "
+        f"{structure['n_codebooks']} codebooks, {structure['n_trunk_tensors']} trunk tensors, "
+        f"{structure['n_checksums']} checksums"
+    )
+    errors = (f"{kind} {100 * error:.2f} %" for kind, error in weights["relative_error"].items())
+    print(f"   weights, relative error against the checkpoint: {', '.join(errors)}")
+    print(f"   logits, runtime against the PyTorch reference: relative error {logits['relative_error']:.1e}")
+    print(f"   logits, converted against original model: KL {logits['kl']:.2f} nats (random weights)")
     for problem in report["problems"]:
         print(f"   problem: {problem}")
     print(f"   {'all checks hold' if report['ok'] else 'CHECKS FAILED'}")
