@@ -222,10 +222,10 @@ def multiply_sigmoid(x: F32, gate: F32, out: F32) -> None:
 def rms_norm(x: F32, weight: F32, tolerance: float, out: F32) -> None:
     """Each row of x [rows, n] divided by the root of (mean square + tolerance), times weight [n]."""
     for r in range(x.shape[0]):
-        squares = np.float32(0)
+        squares = 0.0
         for c in range(x.shape[1]):
-            squares += x[r, c] * x[r, c]
-        factor = np.float32(1 / math.sqrt(squares / x.shape[1] + tolerance))
+            squares += np.float64(x[r, c]) * x[r, c]
+        factor = 1 / math.sqrt(squares / x.shape[1] + tolerance)
         for c in range(x.shape[1]):
             out[r, c] = x[r, c] * factor * weight[c]
 
@@ -234,10 +234,10 @@ def rms_norm(x: F32, weight: F32, tolerance: float, out: F32) -> None:
 def l2_norm(x: F32, tolerance: float, factor: float) -> None:
     """Each row of x [rows, n] is divided, in place, by the root of (sum of squares + tolerance), times `factor`."""
     for r in range(x.shape[0]):
-        squares = np.float32(0)
+        squares = 0.0
         for c in range(x.shape[1]):
-            squares += x[r, c] * x[r, c]
-        scale = np.float32(factor / math.sqrt(squares + tolerance))
+            squares += np.float64(x[r, c]) * x[r, c]
+        scale = factor / math.sqrt(squares + tolerance)
         for c in range(x.shape[1]):
             x[r, c] *= scale
 
@@ -287,24 +287,25 @@ def delta_step(state: F32, q: F32, k: F32, v: F32, log_decay: F32, beta: F32, ou
     """One token of the delta rule (docs/MODELS.md 3.2, point 5); `state` [heads, dk, dv] is updated.
 
     S ← diag(exp(log_decay)) S; d = β (v - Sᵀk); S ← S + k dᵀ; out = Sᵀq. q, k and log_decay [heads, dk],
-    v and out [heads, dv], beta [heads].
+    v and out [heads, dv], beta [heads]. Sums over dk run in f64, since the state carries their rounding along.
     """
-    correction = np.empty(v.shape[1], dtype=np.float32)
+    correction, read = np.empty(v.shape[1]), np.empty(v.shape[1])
     for h in range(state.shape[0]):
         correction[:] = 0
         for i in range(state.shape[1]):
             row, decay = state[h, i], np.float32(math.exp(log_decay[h, i]))
             for j in range(row.size):
                 row[j] *= decay
-                correction[j] += k[h, i] * row[j]
+                correction[j] += np.float64(k[h, i]) * row[j]
         for j in range(correction.size):
             correction[j] = beta[h] * (v[h, j] - correction[j])
-        out[h] = 0
+        read[:] = 0
         for i in range(state.shape[1]):
             row = state[h, i]
             for j in range(row.size):
                 row[j] += k[h, i] * correction[j]
-                out[h, j] += q[h, i] * row[j]
+                read[j] += np.float64(q[h, i]) * row[j]
+        out[h] = read
 
 
 # --- latent attention -----------------------------------------------------------------------------------------
