@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     # imported only now: --help should not wait for compiled kernels, and Ctrl-C while they load is caught
-    from convert import describe, run
+    from convert import describe, prepare, run
     from convert.options import ConvertOptions, parse_layers
 
     options = ConvertOptions(
@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
         dry_run=arguments.dry_run,
     )
     if options.dry_run:
-        plan = run.dry_run(options)
+        plan = prepare.dry_run(options)
         print(json.dumps(plan, indent=1) if arguments.json else describe.dry_run_text(plan))
         return 1 if plan["problems"] else 0
     summary = run.convert(options, sys.stderr)

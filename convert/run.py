@@ -9,36 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from container.checkpoint import Checkpoint
-from container.errors import BuildError, PreflightError, UsageError
+from container.errors import BuildError, PreflightError
 from container.progress import ProgressReport, size
-from convert.arch import detect
 from convert.assemble import assemble, mean_error
 from convert.build import BuildFolder, FinishedJob
 from convert.jobs import JobInput, JobOutcome, Progress, convert_job, prove_job
-from convert.machine import available_cores, free_disk
-from convert.memory import worker_memory
+from convert.machine import free_disk
 from convert.options import ConvertOptions
-from convert.plan import ConversionPlan, JobPlan, plan_conversion
+from convert.plan import JobPlan
 from convert.pool import Watcher, Work, run_work
-from convert.preflight import SourceCheck, check_machine, check_source
+from convert.preflight import check_machine
+from convert.prepare import Prepared, absent_shards, prepare
 from convert.provenance import provenance
-from convert.sidecars import Sidecars, plan_sidecars
 from convert.timing import add_seconds
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything known before the first byte is written."""
-
-    options: ConvertOptions
-    checkpoint: Checkpoint
-    plan: ConversionPlan
-    sidecars: Sidecars
-    source: SourceCheck
-    jobs: tuple[JobPlan, ...]
-    n_workers: int
-    threads_per_worker: int
 
 
 @dataclass(frozen=True)
@@ -67,69 +50,6 @@ class Summary:
         return {**vars(self), "weights_per_second": self.weights_per_second}
 
 
-def prepare(options: ConvertOptions) -> Prepared:
-    """Read config and names, plan, and check the source. Raises SourceError; collects other problems."""
-    checkpoint = Checkpoint.open(options.source)
-    plan = plan_conversion(detect(checkpoint.config), options.quant, options.trunk_bits)
-    n_layers = plan.architecture.model.n_layers
-    unknown = sorted(layer for layer in options.layers or () if layer >= n_layers)
-    if unknown:
-        raise UsageError(f"--layers: the model has layers 0 to {n_layers - 1}, not {unknown[0]}")
-    jobs = plan.selected(options.layers)
-    cores = available_cores()
-    # By default no more processes than jobs that take long; the cores left over become threads.
-    n_long = sum(job.experts is not None for job in jobs)
-    n_workers = min(options.workers or max(1, min(cores, n_long)), len(jobs))
-    return Prepared(
-        options,
-        checkpoint,
-        plan,
-        plan_sidecars(options.source, plan.architecture),
-        check_source(checkpoint, plan.architecture, plan.jobs),
-        jobs,
-        n_workers,
-        max(1, cores // n_workers),
-    )
-
-
-def dry_run(options: ConvertOptions) -> dict[str, Any]:
-    """The plan as data, with every problem found; writes nothing.
-
-    A checkpoint without any shard is planned from names and config alone; a checkpoint with some is incomplete.
-    """
-    prepared = prepare(options)
-    plan, source = prepared.plan, prepared.source
-    problems, notes = list(source.problems), list(prepared.sidecars.notes)
-    machine = check_machine(options, plan, BuildFolder(options.output), prepared.n_workers)
-    names_only = len(source.absent_shards) == len(prepared.checkpoint.shard_names)
-    if names_only:
-        notes += machine  # nothing can be converted yet, so this machine's limits do not count against the plan
-    else:
-        problems += _absent(prepared) + machine
-    if not problems and not names_only:
-        problems += _other_build(prepared)
-    return {
-        "arch": plan.architecture.arch,
-        "format": plan.quant.fmt.name,
-        "layers": [job.layer for job in prepared.jobs if job.layer is not None],
-        "moe_layers": len(plan.banks),
-        "experts_per_layer": plan.architecture.model.moe.n_experts,
-        "n_tensors": len(prepared.checkpoint.weight_map),
-        "n_weights": sum(job.n_weights for job in plan.jobs),
-        "file_bytes": plan.file_bytes,
-        "records_bytes": sum(bank.n_bytes for bank in plan.banks.values()),
-        "total_bytes": plan.total_bytes,
-        "workers": prepared.n_workers,
-        "threads_per_worker": prepared.threads_per_worker,
-        "peak_memory_bytes": prepared.n_workers * worker_memory(plan),
-        "free_disk_bytes": free_disk(options.output),
-        "shards_absent": len(source.absent_shards),
-        "names_only": names_only,
-        "notes": notes,
-        "problems": problems,
-    }
-
-
 def convert(options: ConvertOptions, stream: TextIO) -> Summary:
     """Convert, or go on where an earlier run stopped. `stream` gets progress and messages.
 
@@ -139,7 +59,7 @@ def convert(options: ConvertOptions, stream: TextIO) -> Summary:
     started = time.monotonic()
     prepared = prepare(options)
     build = BuildFolder(options.output)
-    problems = [*prepared.source.problems, *_absent(prepared)]
+    problems = [*prepared.source.problems, *absent_shards(prepared)]
     if problems:
         # the few of the machine first: of a long list only the beginning is shown
         raise PreflightError([*check_machine(options, prepared.plan, build, prepared.n_workers), *problems])
@@ -285,20 +205,6 @@ def _already_complete(prepared: Prepared, build: BuildFolder, identity: Mapping[
         with build.locked():
             build.remove()
     return Summary(True, True, 0, 0, 0, 0.0, {}, 0, prepared.plan.total_bytes, None, prepared.sidecars.notes)
-
-
-def _other_build(prepared: Prepared) -> list[str]:
-    """Why the output folder belongs to another build, for a dry run."""
-    try:
-        BuildFolder(prepared.options.output).require_same(provenance(prepared.checkpoint, prepared.options))
-    except BuildError as error:
-        return [str(error)]
-    return []
-
-
-def _absent(prepared: Prepared) -> list[str]:
-    folder = prepared.options.source
-    return [f"shard {folder / shard}: missing; download it" for shard in prepared.source.absent_shards]
 
 
 def _disk_error(error: OSError, options: ConvertOptions) -> BuildError:

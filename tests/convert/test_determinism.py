@@ -21,7 +21,7 @@ def test_workers_do_not_matter(tmp_path, k3, workers):
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("cores", [1, 4])
 def test_threads_do_not_matter(tmp_path, monkeypatch, k3, cores):
-    monkeypatch.setattr("convert.run.available_cores", lambda: cores)
+    monkeypatch.setattr("convert.prepare.available_cores", lambda: cores)
     convert_here(k3.source, tmp_path / "out", workers=1)
     assert_same(tmp_path / "out", k3.files)
 

@@ -13,7 +13,7 @@ from container.layout import VQ3R
 from convert.arch import detect
 from convert.options import ConvertOptions
 from convert.plan import plan_conversion
-from convert.run import dry_run
+from convert.prepare import dry_run
 from tests.convert.small import REPOSITORY, convert_here, write_small
 
 K3_DATA = REPOSITORY.parent / "shared" / "data" / "k3"
@@ -110,7 +110,7 @@ def test_a_folder_of_another_build_is_a_problem(tmp_path, k3):
     ],
 )
 def test_workers_and_threads_follow_the_cores(tmp_path, monkeypatch, k3, cores, asked, layers, workers, threads):
-    monkeypatch.setattr("convert.run.available_cores", lambda: cores)
+    monkeypatch.setattr("convert.prepare.available_cores", lambda: cores)
     chosen = None if layers is None else frozenset(layers)
     plan = dry_run(ConvertOptions(source=k3.source, output=tmp_path / "out", workers=asked, layers=chosen))
     assert (plan["workers"], plan["threads_per_worker"]) == (workers, threads)

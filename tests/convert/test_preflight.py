@@ -11,7 +11,7 @@ import convert.preflight
 from container.errors import MoedockError, PreflightError, UsageError
 from convert.options import ConvertOptions
 from convert.preflight import MAX_PROBLEMS
-from convert.run import dry_run
+from convert.prepare import dry_run
 from tests.checkpoints import checkpoint_tensors, write_checkpoint
 from tests.convert.small import (
     EMBEDDING,

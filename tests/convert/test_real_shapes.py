@@ -13,7 +13,8 @@ import pytest
 from container.reader import ContainerReader
 from convert.memory import worker_memory
 from convert.options import ConvertOptions
-from convert.run import convert, prepare
+from convert.prepare import prepare
+from convert.run import convert
 from tests.checkpoints import hollow_checkpoint, k3_config
 
 GIB = 1 << 30
