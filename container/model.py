@@ -21,6 +21,10 @@ MOE_ALIASES: dict[str, tuple[str, ...]] = {
     "num_shared_experts": ("n_shared_experts",),
 }
 
+# Flags that readers test for by presence, whatever the value: a canonical config has them only when true.
+PRESENCE_FLAGS = ("moe_renormalize", "mla_use_output_gate", "latent_moe_use_norm")
+LINEAR_PRESENCE_FLAGS = ("use_full_rank_gate",)  # inside linear_attn_config
+
 KINDS = ("gate", "up", "down")
 
 # The release and transformers build these two norms without passing rms_norm_eps, so the class default holds
@@ -163,8 +167,8 @@ def canonical_config(release: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest's `config` for a release's config.json (docs/FORMAT.md, Manifest keys).
 
     A multimodal wrapper's `text_config` becomes the config and the rest of the wrapper goes under `_outer`.
-    MoE keys get the canonical spelling beside the original one; `moe_renormalize` is present only when true,
-    because readers test for its presence. Raises ConfigError when `text_config` is no object.
+    MoE keys get the canonical spelling beside the original one. Flags that readers test for by presence are left out
+    when they are false or null. Raises ConfigError when `text_config` is no object.
     """
     if "text_config" in release:
         text = release["text_config"]
@@ -178,12 +182,16 @@ def canonical_config(release: Mapping[str, Any]) -> dict[str, Any]:
         for spelling in spellings:
             if canonical not in config and spelling in config:
                 config[canonical] = config[spelling]
-    renormalize = config.pop("moe_renormalize", None)
-    if renormalize is None:
-        renormalize = config.get("norm_topk_prob", False)
-    if renormalize:
+    if config.get("moe_renormalize") is None and config.get("norm_topk_prob"):
         config["moe_renormalize"] = True
-    return config
+    linear = config.get("linear_attn_config")
+    if isinstance(linear, Mapping):
+        config["linear_attn_config"] = _without_false(linear, LINEAR_PRESENCE_FLAGS)
+    return _without_false(config, PRESENCE_FLAGS)
+
+
+def _without_false(config: Mapping[str, Any], flags: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in flags or value not in (False, None)}
 
 
 class _Keys:

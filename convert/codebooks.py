@@ -25,6 +25,8 @@ SAMPLE_VECTORS = 262_144
 K_MEANS_VECTORS = 65_536
 K_MEANS_ITERATIONS = 10
 REFINEMENT_ROUNDS = ((65_536, 12), (262_144, 12))  # (vectors, rounds)
+# Some readers take a subnormal f16 entry for zero, so none is stored; entries are around 0.1 to 3.
+SMALLEST_NORMAL_F16 = np.float16(2.0**-14)
 
 
 def train_codebooks(vectors: F32Array, quant: ExpertQuant, *, seed: int) -> F16Array:
@@ -36,7 +38,7 @@ def train_codebooks(vectors: F32Array, quant: ExpertQuant, *, seed: int) -> F16A
     books = np.zeros((quant.n_stages, quant.n_entries, VEC_DIM), dtype=np.float16)
     for stage in range(quant.n_stages):
         _, residual = encode_vectors(vectors[:K_MEANS_VECTORS], books[:stage].astype(np.float32))
-        books[stage] = _k_means(residual, quant.n_entries, seed=seed + stage)
+        books[stage] = _stored(_k_means(residual, quant.n_entries, seed=seed + stage))
     for n_vectors, n_rounds in REFINEMENT_ROUNDS:
         for _ in range(n_rounds):
             books = _refined(vectors[:n_vectors], books)
@@ -49,7 +51,14 @@ def _refined(vectors: F32Array, books: F16Array) -> F16Array:
     codes, residual = encode_vectors(vectors, entries)
     for stage, book in enumerate(entries):
         move_to_means(residual, codes, stage, book)
-    return entries.astype(np.float16)
+    return _stored(entries)
+
+
+def _stored(entries: F32Array) -> F16Array:
+    """Entries as they are stored."""
+    rounded = entries.astype(np.float16)
+    rounded[np.abs(rounded) < SMALLEST_NORMAL_F16] = 0
+    return rounded
 
 
 def _k_means(vectors: F32Array, n_entries: int, *, seed: int) -> F32Array:

@@ -22,6 +22,9 @@ CHAT_NAME = "chat.json"  # the user may edit it: never overwritten, never checks
 
 # nn.RMSNorm(eps=None) as torch computes it for f32, f16 and bf16 (docs/MODELS.md 4)
 VISION_NORM_EPS = 1.1920929e-7
+# What an image may cost a prompt, as readers take it where nobody says otherwise: 1,024 patches are 256 positions.
+# The release's own limit goes into `in_patch_limit`; as a budget it would ask for attention over 65,536 patches.
+MAX_PATCHES = 1024
 MEDIA_KEYS = ("image_mean", "image_std", "patch_size", "in_patch_limit", "patch_limit_on_one_side")
 
 
@@ -109,8 +112,7 @@ def _vision(found: _Collector, architecture: Architecture) -> None:
         found.notes.append("no preprocessor_config.json with media_proc_cfg: vision.json will lack the image rules")
         media = {}
     shape |= {key: media[key] for key in MEDIA_KEYS if key in media}
-    if "in_patch_limit" in media:
-        shape["max_patches"] = media["in_patch_limit"]
+    shape["max_patches"] = MAX_PATCHES
     found.files["vision.json"] = _to_bytes(shape)
 
 

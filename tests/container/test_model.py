@@ -59,6 +59,22 @@ def test_renormalise_is_present_only_when_true(release, present):
     assert canonical_config(release).get("moe_renormalize") is (True if present else None)
 
 
+def test_other_flags_are_present_only_when_true():
+    """Readers test for these keys' presence too."""
+    false = {
+        "mla_use_output_gate": False,
+        "latent_moe_use_norm": None,
+        "linear_attn_config": {"use_full_rank_gate": False},
+    }
+    assert canonical_config(false) == {"linear_attn_config": {}}
+    true = {
+        "mla_use_output_gate": True,
+        "latent_moe_use_norm": True,
+        "linear_attn_config": {"use_full_rank_gate": True},
+    }
+    assert canonical_config(true) == true
+
+
 def test_text_config_must_be_an_object():
     with pytest.raises(ConfigError, match="text_config"):
         canonical_config({"text_config": []})

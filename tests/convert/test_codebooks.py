@@ -67,6 +67,14 @@ def test_constant_vectors():
     assert error(vectors, books) < 1e-6
 
 
+def test_no_entry_is_subnormal():
+    """Some readers take subnormal entries for zero; these vectors would train many."""
+    vectors = gaussian(3000) * np.float32(3e-4)
+    books = train_codebooks(vectors, VQ3R, seed=0)
+    assert books.any()
+    assert not ((books != 0) & (np.abs(books) < np.finfo(np.float16).smallest_normal)).any()
+
+
 def test_duplicates():
     """Fewer distinct vectors than entries."""
     vectors = np.tile(gaussian(50), (40, 1))

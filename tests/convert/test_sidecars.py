@@ -120,7 +120,7 @@ def test_vision(k3_folder):
         "patch_size": 14,
         "in_patch_limit": 65536,
         "patch_limit_on_one_side": 512,
-        "max_patches": 65536,
+        "max_patches": 1024,
     }
 
 
