@@ -23,7 +23,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint folder as Hugging Face lays it out")
     parser.add_argument("output", metavar="OUT", type=Path, help="folder of the container, new or of the same build")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per available core)")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="processes (default: one per available core, as memory allows)"
+    )
     parser.add_argument(
         "--layers", metavar="LIST", help="convert only these layers now, like 1-10,12; finish with a run without it"
     )

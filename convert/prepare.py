@@ -9,7 +9,7 @@ from container.checkpoint import Checkpoint
 from container.errors import BuildError, UsageError
 from convert.arch import detect
 from convert.build import BuildFolder
-from convert.machine import available_cores, free_disk
+from convert.machine import available_cores, available_memory, free_disk
 from convert.memory import worker_memory
 from convert.options import ConvertOptions
 from convert.plan import ConversionPlan, JobPlan, plan_conversion
@@ -42,9 +42,7 @@ def prepare(options: ConvertOptions) -> Prepared:
         raise UsageError(f"--layers: the model has layers 0 to {n_layers - 1}, not {unknown[0]}")
     jobs = plan.selected(options.layers)
     cores = available_cores()
-    # By default no more processes than jobs that take long; the cores left over become threads.
-    n_long = sum(job.experts is not None for job in jobs)
-    n_workers = min(options.workers or max(1, min(cores, n_long)), len(jobs))
+    n_workers = min(options.workers or _default_workers(plan, jobs, cores), len(jobs))
     return Prepared(
         options,
         checkpoint,
@@ -55,6 +53,14 @@ def prepare(options: ConvertOptions) -> Prepared:
         n_workers,
         max(1, cores // n_workers),
     )
+
+
+def _default_workers(plan: ConversionPlan, jobs: tuple[JobPlan, ...], cores: int) -> int:
+    """One process per core, but no more than jobs that take long, nor than memory holds; cores left become threads."""
+    n_long = sum(job.experts is not None for job in jobs)
+    memory = available_memory()
+    fits = cores if memory is None else memory // worker_memory(plan)
+    return max(1, min(cores, n_long, fits))
 
 
 def dry_run(options: ConvertOptions) -> dict[str, Any]:

@@ -116,6 +116,15 @@ def test_workers_and_threads_follow_the_cores(tmp_path, monkeypatch, k3, cores, 
     assert (plan["workers"], plan["threads_per_worker"]) == (workers, threads)
 
 
+def test_by_default_memory_limits_the_workers(tmp_path, monkeypatch, k3):
+    options = ConvertOptions(source=k3.source, output=tmp_path / "out")
+    monkeypatch.setattr("convert.prepare.available_cores", lambda: 2)
+    one = dry_run(options)["peak_memory_bytes"] // 2
+    for memory, workers in ((2 * one, 2), (2 * one - 1, 1), (one // 2, 1)):
+        monkeypatch.setattr("convert.prepare.available_memory", lambda memory=memory: memory)
+        assert dry_run(options)["workers"] == workers
+
+
 def test_the_measuring_process_is_honest():
     """RUSAGE_CHILDREN of the helper counts its one child."""
     ballast = "x = bytearray(300_000_000); import json; print(json.dumps(len(x)))"
