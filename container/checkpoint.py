@@ -85,7 +85,7 @@ class Checkpoint:
     def read(self, name: str, start_byte: int = 0, n_bytes: int | None = None) -> npt.NDArray[np.uint8]:
         """`n_bytes` raw bytes of a tensor from `start_byte` on (default: all of it), as a new uint8 array.
 
-        Raises ShardError when the file ends early, ValueError when the range is outside the tensor.
+        Raises ShardError when the file ends early or cannot be read, ValueError when the range is outside the tensor.
         """
         tensor = self.entry(name)
         if n_bytes is None:
@@ -93,7 +93,9 @@ class Checkpoint:
         if start_byte < 0 or n_bytes < 0 or start_byte + n_bytes > tensor.n_bytes:
             raise ValueError(f"bytes {start_byte}+{n_bytes} are outside {name} ({tensor.n_bytes} bytes)")
         buffer = np.empty(n_bytes, dtype=np.uint8)
-        read_exactly(self._file(self.weight_map[name]), buffer.data, tensor.offset + start_byte, name)
+        shard_name = self.weight_map[name]
+        what = f"{self.folder / shard_name}: tensor {name}"
+        read_exactly(self._file(shard_name), buffer.data, tensor.offset + start_byte, what)
         return buffer
 
     def close(self) -> None:
@@ -113,10 +115,14 @@ class Checkpoint:
 
 
 def read_exactly(descriptor: int, buffer: memoryview, offset: int, what: str) -> None:
-    """Fill `buffer` from `offset` of an open file. Raises ShardError when the file is shorter."""
+    """Fill `buffer` from `offset` of an open file. Raises ShardError, beginning with `what`, where it cannot."""
     done = 0
     while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        try:
+            count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        except OSError as error:
+            reason = os.strerror(error.errno or 0)
+            raise ShardError(f"{what}: byte {offset + done} of the file cannot be read ({reason})") from None
         if count == 0:
             raise ShardError(f"{what}: the file ended at byte {offset + done}; it was changed or truncated while open")
         done += count

@@ -1,7 +1,8 @@
 """Atomic publication: a file under its final name is always complete.
 
 Temporary name in the target's own folder → write → fsync → rename → fsync of the folder. Nothing else in the
-project creates a final name, so what a kill or a power cut leaves behind is either absent or whole.
+project creates a final name (but trunk.bin's, which many write and the converter syncs and renames), so what a
+kill or a power cut leaves behind is either absent or whole.
 """
 
 from __future__ import annotations
@@ -50,9 +51,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def leftovers(folder: Path) -> list[Path]:
+    """Temporary files in `folder`: of a killed run, or of one at work."""
+    return sorted(path for path in folder.glob(f".*{TEMPORARY_SUFFIX}") if path.is_file())
+
+
 def remove_leftovers(folder: Path) -> list[str]:
     """Delete temporary files that a killed run left in `folder`; the caller must hold the folder's lock."""
-    leftovers = sorted(path for path in folder.glob(f".*{TEMPORARY_SUFFIX}") if path.is_file())
-    for path in leftovers:
+    found = leftovers(folder)
+    for path in found:
         path.unlink()
-    return [path.name for path in leftovers]
+    return [path.name for path in found]

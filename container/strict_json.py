@@ -1,12 +1,13 @@
 """JSON from files we do not trust: one object, read the way a strict parser in any language would read it.
 
-Python's parser is lax where others are not: it takes the last of two equal keys, NaN and Infinity, and lone
-surrogates that no file name and no UTF-8 file can hold. Two readers must never see two meanings.
+Python's parser is lax where others are not: it takes the last of two equal keys, NaN and Infinity, 1e999 as
+infinity, and lone surrogates that no file name and no UTF-8 file can hold. Two readers must never see two meanings.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -16,7 +17,12 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 def parse_object(data: bytes) -> dict[str, Any]:
     """The JSON object in `data` (UTF-8). Raises ValueError, saying what is wrong, for anything else."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_no_constant,
+            parse_float=_finite,
+        )
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except RecursionError:
@@ -31,6 +37,13 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key occurs twice in one object")
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
 
 
 def _no_constant(name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ def assemble(
     banks = {job.experts.bank.file: records[job.id].bank for job in plan.jobs if job.experts is not None}
     files = {name: entry for name, entry in banks.items() if entry is not None}
     files[CODEBOOKS_NAME] = _publish_codebooks(build, plan)
+    _clear_gaps(build.trunk, plan)
     files[TRUNK_NAME] = FileEntry.of_file(build.trunk)
     for name, data in sidecars.files.items():
         if name != CHAT_NAME or not (output / name).exists():
@@ -90,6 +92,18 @@ def _publish_codebooks(build: BuildFolder, plan: ConversionPlan) -> FileEntry:
             if job.experts is not None:
                 file.write(build.codebooks(job.id).read_bytes())
     return FileEntry.of_file(path)
+
+
+def _clear_gaps(path: Path, plan: ConversionPlan) -> None:
+    """Zeros between the tensors of trunk.bin: no job writes there and no job's checksum covers it."""
+    with path.open("r+b") as file:
+        position = 0
+        for entry in plan.trunk:
+            file.seek(position)
+            file.write(bytes(entry.offset - position))
+            position = entry.offset + entry.n_bytes
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _to_bytes(value: Mapping[str, Any]) -> bytes:

@@ -21,7 +21,7 @@ from container.errors import BuildError, BusyError, FormatError, MismatchError
 from container.layout import MANIFEST_NAME, TRUNK_NAME
 from container.manifest import FileEntry, Manifest
 from container.model import KINDS
-from container.publish import publish_bytes, remove_leftovers, sync_folder
+from container.publish import leftovers, publish_bytes, remove_leftovers, sync_folder
 from container.strict_json import parse_object
 from convert.plan import ConversionPlan, JobPlan
 
@@ -103,8 +103,9 @@ class BuildFolder:
         return None
 
     def bytes_present(self, plan: ConversionPlan) -> int:
-        """Bytes of the plan's files that already take their room on the disk."""
+        """Bytes that already take their room on the disk: of the plan's files, and leftovers that `claim` clears."""
         paths = [self.output / name for name in plan.file_bytes] + [self.trunk]
+        paths += [*leftovers(self.output), *leftovers(self.folder)]
         return sum(path.stat().st_size for path in paths if path.is_file())
 
     @contextlib.contextmanager
@@ -179,9 +180,11 @@ class BuildFolder:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def forget(self, job_id: str) -> None:
-        """Drop a record whose output did not hold: the job will run again."""
-        self.record(job_id).unlink(missing_ok=True)
+    def forget(self, job: JobPlan) -> None:
+        """Drop what is left of a job that will run again; its old bank would take the new one's room on the disk."""
+        self.record(job.id).unlink(missing_ok=True)
+        if job.experts is not None:
+            (self.output / job.experts.bank.file).unlink(missing_ok=True)
 
     def remove(self) -> None:
         """Delete the build folder once the container is complete."""

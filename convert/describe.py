@@ -41,11 +41,13 @@ def summary_text(summary: Summary, output: Path) -> str:
     """A run's result for people."""
     if summary.already_complete:
         return f"{output} is complete; `python -m validate {output}` proves it"
-    lines = [
-        f"{summary.n_weights:,} weights in {duration(summary.elapsed_seconds)}: "
-        f"{summary.weights_per_second / 1e6:.1f} M weights/s",
-        f"peak memory of a worker: {size(summary.peak_worker_bytes)}",
-    ]
+    lines = []
+    if summary.n_jobs_done:
+        lines = [
+            f"{summary.n_weights:,} weights in {duration(summary.elapsed_seconds)}: "
+            f"{summary.weights_per_second / 1e6:.1f} M weights/s",
+            f"peak memory of a worker: {size(summary.peak_worker_bytes)}",
+        ]
     total = sum(summary.step_seconds.values())
     if total:
         shares = (f"{name} {100 * seconds / total:.0f} %" for name, seconds in summary.step_seconds.items())

@@ -62,7 +62,7 @@ def run_work(work: Work[Task, Outcome], watcher: Watcher[Outcome], *, n_workers:
     executor = ProcessPoolExecutor(n_workers, mp_context=context, initializer=_start_worker, initargs=(slots,))
     try:
         # The workers must never see the terminal's Ctrl-C, not even while they start.
-        with _interrupts_ignored():
+        with _interrupts_held():
             futures = {
                 executor.submit(_run_task, work.function, task, number): number
                 for number, task in enumerate(work.tasks)
@@ -163,12 +163,19 @@ def _how_it_ended(code: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
+def _interrupts_held() -> Iterator[None]:
+    """While workers are started: Ctrl-C is ignored, which they inherit, and SIGTERM waits, or it could cut one's start
+    short."""
     if threading.current_thread() is not threading.main_thread():
         yield  # signals reach the main thread only, which is not ours to set up
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    held: list[int] = []
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    terminate = signal.signal(signal.SIGTERM, lambda number, _frame: held.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, interrupt)
+        signal.signal(signal.SIGTERM, terminate)
+        if held:
+            signal.raise_signal(signal.SIGTERM)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from container.errors import BuildError, PreflightError
+from container.manifest import Manifest
 from container.progress import ProgressReport, size
 from convert.assemble import assemble, mean_error
 from convert.build import BuildFolder, FinishedJob
@@ -89,6 +90,8 @@ def _build(
 ) -> Summary:
     records = _prove(prepared, build, stream)
     todo = [job for job in prepared.jobs if job.id not in records]
+    for job in todo:
+        build.forget(job)
     outcomes = _work(prepared, todo, stream)
     records |= {outcome.record.id: outcome.record for outcome in outcomes}
     left = len(prepared.plan.jobs) - len(records)
@@ -128,7 +131,7 @@ def _prove(prepared: Prepared, build: BuildFolder, stream: TextIO) -> dict[str, 
             records[proof.id] = proof
         else:
             report.say(f"{jobs[number].label}: {proof}; converting it again")
-            build.forget(jobs[number].id)
+            build.forget(jobs[number])
 
     try:
         run_work(
@@ -195,11 +198,11 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
 def _already_complete(prepared: Prepared, build: BuildFolder, identity: Mapping[str, Any]) -> Summary:
     """The container stands. Confirm that it is this one and that no file has lost bytes; clear a killed clean-up."""
     build.require_same(dict(identity))
-    for name, n_bytes in prepared.plan.file_bytes.items():
+    for name, entry in Manifest.read(build.output).files.items():
         path = build.output / name
         found = path.stat().st_size if path.is_file() else -1
-        if found != n_bytes:
-            what = f"has {found} bytes, expected {n_bytes}" if found >= 0 else "is missing"
+        if found != entry.n_bytes:
+            what = f"has {found} bytes, expected {entry.n_bytes}" if found >= 0 else "is missing"
             raise BuildError(f"{path} {what}: the finished container was damaged; convert into a new folder")
     if build.folder.exists():
         with build.locked():

@@ -66,7 +66,9 @@ def _tokenizer(found: _Collector, tokenizer_config: dict[str, Any] | None) -> No
         return
     added = tokenizer_config.get("added_tokens_decoder", {})
     try:
-        specials = [{"id": int(number), "text": str(token["content"])} for number, token in added.items()]
+        specials = [{"id": int(number), "text": token["content"]} for number, token in added.items()]
+        if not all(isinstance(special["text"], str) for special in specials):
+            raise TypeError
     except (AttributeError, KeyError, TypeError, ValueError):
         raise SourceError(
             f"{found.folder / 'tokenizer_config.json'}: added_tokens_decoder must map ids to objects with `content`"
@@ -100,7 +102,7 @@ def _chat_markers(found: _Collector) -> None:
 
 
 def _vision(found: _Collector, architecture: Architecture) -> None:
-    outer = architecture.config.get("_outer", {})
+    outer = architecture.config.get("_outer") or {}
     vision = outer.get("vision_config")
     if vision is None:
         return

@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         result = _run(options)
-        print(json.dumps(result.json, ensure_ascii=False) if options.json else result.text, flush=True)
+        text = json.dumps(result.json) if options.json else result.text
+        encoding = sys.stdout.encoding or "utf-8"  # the terminal may know less than Unicode
+        print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
     except MoedockError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -34,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except MemoryError:
+        print(f"error: {options.container}: not enough memory; its trunk is held in memory as stored", file=sys.stderr)
         return 1
     return 0
 

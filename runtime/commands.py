@@ -44,6 +44,8 @@ def evaluate(
     `dump_logits` receives the logits of all positions, [T, vocabulary] f32, as one .npy file that appears whole
     or not at all. Raises MoedockError.
     """
+    if dump_logits is not None and not dump_logits.parent.is_dir():  # known before hours of work, not after
+        raise MoedockError(f"{dump_logits}: logits cannot be written (there is no folder {dump_logits.parent})")
     with Engine.open(folder, verify=verify) as engine:
         tokenizer = _tokenizer(folder, engine.vocab_size, needed=ids is None)
         if ids is None:
@@ -52,7 +54,7 @@ def evaluate(
         if not ids:
             raise UsageError("the prompt has no token")
         start = perf_counter()
-        logits = engine.evaluate(ids).logits
+        logits = engine.evaluate(ids, last_only=dump_logits is None).logits
         seconds = perf_counter() - start
         counters = engine.store.counters
     if not np.isfinite(logits).all():

@@ -24,7 +24,7 @@ from runtime.weights import Trunk
 class Evaluation:
     """What a model says to a sequence of T tokens."""
 
-    logits: F32  # [T, vocabulary]: row t is about the token after t
+    logits: F32  # [T, vocabulary]: row t is about the token after t; [1, vocabulary] where only the last was asked for
     # with `trace`: the residual stream after each layer, n_layers arrays [T, hidden] (attention residuals: the
     # prefix sum), and per MoE layer the chosen experts' ids [T, k], ascending
     layers: list[F32] = field(default_factory=list)
@@ -84,23 +84,28 @@ class Engine:
         after an error `state` must not be used again.
         """
         self._check_ids([token_id])
-        return self._step(state, token_id, trace)
+        with np.errstate(all="ignore"):  # damaged weights may be NaN or infinite: then so are the logits
+            return self._model.logits(self._model.advance(state, token_id, trace))
 
-    def evaluate(self, ids: Sequence[int], *, state: SequenceState | None = None, trace: bool = False) -> Evaluation:
-        """Take T tokens, from `state` on or from the beginning. Raises what `step` raises, ids being checked first."""
+    def evaluate(
+        self, ids: Sequence[int], *, state: SequenceState | None = None, trace: bool = False, last_only: bool = False
+    ) -> Evaluation:
+        """Take T tokens, from `state` on or from the beginning. Raises what `step` raises, ids being checked first.
+
+        `last_only` leaves out the logits of all positions but the last: [1, vocabulary].
+        """
         self._check_ids(ids)
         state = self.new_state() if state is None else state
-        logits = np.empty((len(ids), self.vocab_size), dtype=np.float32)
+        logits = np.empty((min(1, len(ids)) if last_only else len(ids), self.vocab_size), dtype=np.float32)
+        first = len(ids) - len(logits)
         traces = []
-        for row, token_id in zip(logits, ids, strict=True):
-            traces.append(StepTrace() if trace else None)
-            row[:] = self._step(state, token_id, traces[-1])
+        with np.errstate(all="ignore"):  # damaged weights may be NaN or infinite: then so are the logits
+            for position, token_id in enumerate(ids):
+                traces.append(StepTrace() if trace else None)
+                hidden = self._model.advance(state, token_id, traces[-1])
+                if position >= first:
+                    logits[position - first] = self._model.logits(hidden)
         return _evaluation(logits, [step for step in traces if step is not None])
-
-    def _step(self, state: SequenceState, token_id: int, trace: StepTrace | None) -> F32:
-        # damaged weights may be NaN or infinite: then so are the logits, and numpy's warnings add nothing
-        with np.errstate(all="ignore"):
-            return self._model.step(state, token_id, trace)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         for token_id in ids:

@@ -42,11 +42,12 @@ class Tokenizer:
     def __init__(self, ranks: dict[bytes, int], specials: dict[int, str], vocab_size: int) -> None:
         """`ranks` bytes → id; `specials` id → text for ids that have no rank, the others get a reserved name."""
         self.vocab_size = vocab_size
-        unranked = sorted(set(range(vocab_size)) - set(ranks.values()))
-        names = {specials.get(token_id, f"<|reserved_token_{token_id}|>"): token_id for token_id in unranked}
-        self._encoding = tiktoken.Encoding(
-            "container", pat_str=PRE_TOKENISER, mergeable_ranks=ranks, special_tokens=names
-        )
+        # Special tokens are only ever decoded, so the engine need not know them, and two may have one text.
+        self._unranked = {
+            token_id: specials.get(token_id, f"<|reserved_token_{token_id}|>").encode()
+            for token_id in set(range(vocab_size)) - set(ranks.values())
+        }
+        self._encoding = tiktoken.Encoding("container", pat_str=PRE_TOKENISER, mergeable_ranks=ranks, special_tokens={})
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int) -> Tokenizer:
@@ -71,7 +72,8 @@ class Tokenizer:
         """Bytes of one token. Raises MoedockError for an id outside the vocabulary."""
         if not 0 <= token_id < self.vocab_size:
             raise MoedockError(f"token id {token_id} is outside the vocabulary: 0 to {self.vocab_size - 1}")
-        return self._encoding.decode_single_token_bytes(token_id)
+        special = self._unranked.get(token_id)
+        return self._encoding.decode_single_token_bytes(token_id) if special is None else special
 
 
 def _pieces(text: str) -> Iterator[str]:

@@ -50,7 +50,10 @@ def main() -> int:
 
 
 def kill_after_first_layers(command: list[str], container: Path) -> list[str]:
-    """Start a conversion and SIGKILL it once two jobs have finished; the names of the finished jobs."""
+    """Start a conversion and SIGKILL it once two jobs have finished; the names of the finished jobs.
+
+    Raises RuntimeError when it ended before the kill.
+    """
     process = subprocess.Popen([sys.executable, *command], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     records: list[Path] = []
@@ -58,12 +61,18 @@ def kill_after_first_layers(command: list[str], container: Path) -> list[str]:
         time.sleep(0.01)
         records = sorted((container / ".build").glob("done-*.json"))
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    if process.wait() != -signal.SIGKILL:
+        raise RuntimeError(f"the conversion ended by itself, with exit code {process.returncode}, before it was killed")
     return [path.stem.removeprefix("done-") for path in sorted((container / ".build").glob("done-*.json"))]
 
 
 def show_validation(report: dict[str, Any]) -> None:
+    for problem in report["problems"]:
+        print(f"   problem: {problem}")
     structure, weights, logits = report["structure"], report["weights"], report["logits"]
+    if weights is None or logits is None or logits["kl"] is None:
+        print("   CHECKS FAILED, some were not reached")
+        return
     print(
         f"   structure: {structure['n_files']} files, {structure['n_records']} expert records, "
         f"{structure['n_codebooks']} codebooks, {structure['n_trunk_tensors']} trunk tensors, "
@@ -73,8 +82,6 @@ def show_validation(report: dict[str, Any]) -> None:
     print(f"   weights, relative error against the checkpoint: {', '.join(errors)}")
     print(f"   logits, runtime against the PyTorch reference: relative error {logits['relative_error']:.1e}")
     print(f"   logits, converted against original model: KL {logits['kl']:.2f} nats (random weights)")
-    for problem in report["problems"]:
-        print(f"   problem: {problem}")
     print(f"   {'all checks hold' if report['ok'] else 'CHECKS FAILED'}")
 
 

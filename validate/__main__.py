@@ -63,8 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         report = validate(options, sys.stderr)
         text = json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text()
-        # a file's name may hold bytes that are no text
-        print(text.encode(errors="backslashreplace").decode(), flush=True)
+        # a file's name may hold bytes that are no text, and the terminal may know less than Unicode
+        encoding = sys.stdout.encoding or "utf-8"
+        print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
     except MoedockError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -74,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader of our output is gone; the interpreter must not try to flush into it on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # of our own output: a full disk
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0 if report.ok else 1
 

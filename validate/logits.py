@@ -72,6 +72,8 @@ def check_logits(
         with Engine.open(reader.folder) as engine:
             for number, prompt in enumerate(prompts):
                 original = _original_logits(checkpoint, reader.model, prompt, findings)
+                if original is None:
+                    checkpoint = None  # its fault is known; further prompts would only repeat it
                 compared.append(_compare(engine, reader, original, prompt))
                 progress.update(number, 1.0)
     finally:
@@ -185,7 +187,7 @@ def _summary(compared: list[_Compared], tolerance: float, findings: Findings, se
     return LogitsReport(
         ok=findings.ok,
         tolerance=tolerance,
-        relative_error=max(float(one.logits_errors.max()) for one in compared),
+        relative_error=float(torch.cat([one.logits_errors for one in compared]).max()),  # NaN stays NaN
         per_layer=torch.cat([one.layer_errors for one in compared], dim=1).amax(dim=1).tolist(),
         argmax_equal=not any(one.argmax_differs for one in compared),
         top10_equal=sum(one.n_top_equal for one in compared) / n_positions,

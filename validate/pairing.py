@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from container.checkpoint import Checkpoint
-from container.errors import ConfigError, shown
+from container.errors import ConfigError, ShardError, shown
 from container.model import KINDS, canonical_config
 from container.reader import ContainerReader
 from validate.reference.sources import KIND_OF, CheckpointTensors
@@ -39,6 +39,8 @@ def source_shape(tensors: CheckpointTensors, name: str) -> tuple[int, ...]:
     if stored in checkpoint:
         return checkpoint.entry(stored).shape
     packed = checkpoint.entry(f"{stored}_packed").shape
+    if not packed:
+        raise ShardError(f"{checkpoint.folder}: tensor `{stored}_packed` has shape [], expected two dimensions")
     return (*packed[:-1], 2 * packed[-1])
 
 
@@ -99,11 +101,22 @@ def _check_names(
     ours = {plain_name(reader, entry.name) for entry in reader.manifest.trunk}
     for layer, bank in reader.manifest.layers.items():
         ours |= {expert_name(layer, expert, kind) for expert in range(bank.n_experts) for kind in KINDS}
+    for name, partner in _half_pairs(checkpoint):
+        findings.problem(f"tensor {name}: in {checkpoint.folder} without {partner}, the other half of its MXFP4 pair")
     for name in sorted(ours - set(theirs)):
         findings.problem(f"tensor {name}: in the container, but not in {checkpoint.folder}")
     for name in sorted(set(theirs) - ours):
         findings.problem(f"tensor {name}: in {checkpoint.folder}, but not in the container")
     return frozenset(name for name in ours & set(theirs) if theirs[name].isdisjoint(absent))
+
+
+def _half_pairs(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Halves of MXFP4 pairs that stand alone, each with the name of what is missing."""
+    for name in sorted(checkpoint.weight_map):
+        for ending, other in (("_packed", "_scale"), ("_scale", "_packed")):
+            partner = name.removesuffix(ending) + other
+            if name.endswith(f".weight{ending}") and partner not in checkpoint.weight_map:
+                yield name, partner
 
 
 def _source_names(checkpoint: Checkpoint) -> dict[str, set[str]]:

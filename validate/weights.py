@@ -118,6 +118,8 @@ def check_weights(
     """
     started = time.monotonic()
     findings = Findings()
+    if n_experts is not None and n_experts < reader.model.moe.n_experts:
+        findings.note(f"only {n_experts} of {reader.model.moe.n_experts} experts of each layer were compared")
     comparable = pair_tensors(reader, checkpoint, findings)
     bounds = _bounds(reader)
     with _one_torch_thread():

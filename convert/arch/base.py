@@ -1,6 +1,6 @@
 """What an architecture declares: its tensors by name and shape. Everything else follows from that.
 
-One file per family. A family offers `describe(config, prefix)`, which turns a canonical config into an
+One file per family. A family offers `describe(config)`, which turns a canonical config into an
 `Architecture`; it is data, so that planning needs no weights.
 """
 

@@ -32,5 +32,8 @@ class Model(Protocol):
     def new_state(self) -> SequenceState:
         """The state before the first token."""
 
-    def step(self, state: SequenceState, token_id: int, trace: StepTrace | None = None) -> F32:
-        """Take one token, which the caller has checked, and return the logits [vocab_size] of the next."""
+    def advance(self, state: SequenceState, token_id: int, trace: StepTrace | None = None) -> F32:
+        """Take one token, which the caller has checked, and return what the head reads, [hidden]; `state` moves on."""
+
+    def logits(self, hidden: F32) -> F32:
+        """Logits [vocab_size] of the next token from what `advance` returned."""

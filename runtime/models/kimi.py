@@ -85,8 +85,8 @@ class KimiModel:
         """The state before the first token."""
         return SequenceState.empty(self.config)
 
-    def step(self, state: SequenceState, token_id: int, trace: StepTrace | None = None) -> F32:
-        """Take one token and return the logits [vocab_size] of the next; `state` moves on."""
+    def advance(self, state: SequenceState, token_id: int, trace: StepTrace | None = None) -> F32:
+        """Take one token and return what the head reads, normed [hidden]; `state` moves on."""
         if len(state.layers) != len(self.layers):
             raise ValueError(f"a state of {len(state.layers)} layers does not fit a model of {len(self.layers)} layers")
         stream = self._stream(self.embedding.row(token_id))
@@ -96,7 +96,11 @@ class KimiModel:
             if trace is not None:
                 trace.layers.append(stream.value)
         state.position += 1
-        return self.head.matvec(self.final_norm(stream.final()))
+        return self.final_norm(stream.final())
+
+    def logits(self, hidden: F32) -> F32:
+        """Logits [vocab_size] of the next token from what `advance` returned."""
+        return self.head.matvec(hidden)
 
     def _stream(self, embedding: F32) -> Stream:
         return PlainStream(embedding) if self.residuals is None else MixedStream(self.residuals, embedding)

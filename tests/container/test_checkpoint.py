@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import tracemalloc
@@ -94,6 +95,19 @@ def test_a_shard_that_shrinks_or_goes_while_open(tmp_path):
     (tmp_path / SHARDS[1]).unlink()
     with pytest.raises(ShardError, match=f"{SHARDS[1]}: cannot be opened"):
         checkpoint.read("b")
+    checkpoint.close()
+
+
+def test_a_read_that_fails_names_shard_and_tensor(tmp_path, monkeypatch):
+    """A bad sector is the source's, not the output folder's."""
+    checkpoint = Checkpoint.open(write(tmp_path))
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "from the test")
+
+    monkeypatch.setattr("container.checkpoint.os.preadv", fail)
+    with pytest.raises(ShardError, match=rf"{SHARDS[0]}: tensor a: byte \d+ of the file cannot be read \(.+\)"):
+        checkpoint.read("a")
     checkpoint.close()
 
 

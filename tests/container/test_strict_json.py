@@ -32,6 +32,7 @@ def test_escaped_pairs_are_characters():
         b"", b"{", b"[]", b"1", b'"a"', b"null", b'{"a":1}x', b"\xef\xbb\xbf{}", b'{"a":\xff}', b'{"a":NaN}',
         b'{"a":-Infinity}', b'{"a":1,"a":1}', b'{"b":{"a":1,"a":2}}', b'{"a":"\\ud800"}', b'{"\\uDC00":1}',
         b'{"a":' + b"[" * 200_000, b'{"a":' + b"1" * 5000 + b"}",
+        b'{"a":1e999}', b'{"a":[-1.5e309]}',
     ],
     ids=lambda text: text[:20],
 )  # fmt: skip

@@ -44,7 +44,7 @@ def decode(
     shape: tuple[int, int],
     quant: ExpertQuant,
 ) -> F64:
-    """W[row, 8v : 8v+8] = scale[row] · Σ_stage codebook[stage][index] (container_v0, expert record)."""
+    """W[row, 8v : 8v+8] = scale[row] · Σ_stage codebook[stage][index] (docs/FORMAT.md, Expert formats)."""
     codes = unpack_indices(indices, shape, quant)
     total = sum(books[stage].astype(np.float64)[codes[:, :, stage]] for stage in range(quant.n_stages))
     weights: F64 = np.asarray(total).reshape(shape) * scales.astype(np.float64)[:, None]

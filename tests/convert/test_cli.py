@@ -9,6 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from container.errors import BuildError
 from convert.__main__ import main
 from tests.convert.small import assert_same, contents, convert_here, run_cli, write_small
 from tests.convert.test_dry_run import KEYS
@@ -193,6 +194,14 @@ def test_a_damaged_complete_container_is_noticed(tmp_path, k3, damage, command):
     assert (done.returncode, done.stdout) == (1, "")
     assert f"{bank} {'is missing' if damage == 'gone' else 'has 32767 bytes, expected 32768'}" in done.stderr
     assert "convert into a new folder" in done.stderr
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_sidecar_that_is_gone_is_noticed(tmp_path, k3):
+    shutil.copytree(k3.output, tmp_path / "out")
+    (tmp_path / "out" / "specials.json").unlink()
+    with pytest.raises(BuildError, match=r"specials\.json is missing"):
+        convert_here(k3.source, tmp_path / "out")
 
 
 def test_a_foreign_manifest_is_not_touched(tmp_path, k3, command):

@@ -63,7 +63,7 @@ def test_the_released_k3(tmp_path, record_property):
 
 @needs_k3_data
 def test_the_released_k3_plan_by_hand():
-    """Bytes of the banks and codebooks from container_v0's own figures."""
+    """Bytes of the banks and codebooks as docs/FORMAT.md gives them for K3."""
     plan = plan_conversion(detect(Checkpoint.open(K3_DATA).config), VQ3R, 4)
     assert {bank.n_bytes for bank in plan.banks.values()} == {896 * 3_029 * 4096}
     assert plan.codebooks_bytes == 92 * 9 * (16 + 256 * 16)

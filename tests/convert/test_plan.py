@@ -71,7 +71,7 @@ def by_suffix(plan, suffix):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_formats(bits):
-    """Embedding, head, router and vision never below 8 bits; vectors and small tensors F32 (container_v0)."""
+    """Embedding, head, router and vision never below 8 bits; vectors and small tensors F32 (docs/FORMAT.md)."""
     plan = plan_conversion(detect(k3_config(hidden_size=512, num_experts=128)), VQ3R, bits)
     normal = TrunkFormat.Q4G if bits == 4 else TrunkFormat.Q8G
     for suffix in ("embed_tokens.weight", "lm_head.weight", "block_sparse_moe.gate.weight", "wqkv.weight"):

@@ -205,6 +205,10 @@ def test_bytes_already_there_need_no_room(tmp_path, monkeypatch):
     present += (tmp_path / "out" / ".build" / "trunk.bin").stat().st_size
     plan = dry_run(ConvertOptions(source=source, output=tmp_path / "out"))
     needed = plan["total_bytes"] + convert.preflight.SMALL_FILES_BYTES - present
+    # what a killed worker left goes before anything is written
+    (tmp_path / "out" / ".experts-L2.bin.0a1b2c3d.tmp").write_bytes(bytes(5000))
+    (tmp_path / "out" / ".build" / ".done-L2.json.0a1b2c3d.tmp").write_bytes(bytes(50))
+    needed -= 5050
     monkeypatch.setattr(convert.preflight, "free_disk", lambda folder: needed - 1)
     expect(problems(source, tmp_path / "out"), "disk: ")
     monkeypatch.setattr(convert.preflight, "free_disk", lambda folder: needed)

@@ -81,7 +81,7 @@ def test_chat_markers_of_kimi_linear(linear_folder):
 
 
 def test_chat_markers_of_k3(k3_folder):
-    """A turn put together from the markers reads as kimi_family 5.4 writes it."""
+    """A turn put together from the markers reads as docs/MODELS.md 5.4 writes it."""
     chat = json.loads(planned(k3_folder).files["chat.json"])
     turn = "Hello.".join(chat["user"]) + chat["open"]
     assert turn == (
@@ -126,6 +126,7 @@ def test_vision(k3_folder):
 
 def test_no_vision_without_a_tower(linear_folder):
     assert "vision.json" not in planned(linear_folder).files
+    assert "vision.json" not in planned(linear_folder, kimi_linear_config() | {"_outer": None}).files
 
 
 def test_what_is_missing_is_noted(k3_folder):
@@ -153,6 +154,7 @@ def test_what_is_missing_is_noted(k3_folder):
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "a"}}}'),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {}}}'),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": "a"}}'),
+        ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {"content": 9}}}'),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {"content": "\\ud800"}}}'),
         ("tokenizer_config.json", b'{"chat_template": "\\udfff"}'),
         ("tokenizer_config.json", b'{"added_tokens_decoder": {"' + b"9" * 5000 + b'": {"content": "a"}}}'),

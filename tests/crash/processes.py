@@ -26,7 +26,7 @@ class Running:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            preexec_fn=_default_signals,
+            preexec_fn=default_signals,
         )
 
     def __enter__(self) -> Running:
@@ -91,7 +91,7 @@ def kill_one(pid: int) -> None:
     _signal(pid, signal.SIGKILL)
 
 
-def _default_signals() -> None:
+def default_signals() -> None:
     """A background shell may have started the tests with Ctrl-C ignored; a user's terminal does not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,16 @@ def test_damage_in_several_places(k3, unassembled):
     assert_same(unassembled, k3.files)
 
 
+def test_damage_between_the_trunks_tensors(k3, unassembled):
+    """No checksum of a job covers the gaps."""
+    trunk = Manifest.read(k3.output).trunk
+    (gap, *_) = [a.offset + a.n_bytes for a, b in pairwise(trunk) if a.offset + a.n_bytes < b.offset]
+    flip(unassembled / ".build" / "trunk.bin", gap)
+    summary, _ = convert_here(k3.source, unassembled)
+    assert summary.n_jobs_done == 0
+    assert_same(unassembled, k3.files)
+
+
 def test_a_damaged_identity_is_refused(k3, unassembled):
     """Nobody knows any more what was being built; that is for the user to decide."""
     (unassembled / ".build" / "build.json").write_bytes(b"{")
@@ -169,6 +180,25 @@ def test_a_damaged_identity_is_refused(k3, unassembled):
 def test_leftovers_are_swept(k3, unassembled):
     for path in (unassembled / ".experts-L1.bin.0a1b2c3d.tmp", unassembled / ".build" / ".done-L1.json.00000000.tmp"):
         path.write_bytes(b"half")
+    convert_here(k3.source, unassembled)
+    assert_same(unassembled, k3.files)
+
+
+def test_a_bank_that_will_be_repeated_takes_no_room_meanwhile(k3, unassembled, monkeypatch):
+    """The new bank is as large; on a disk that just holds the container both together would not fit."""
+    (unassembled / ".build" / "done-L1.json").unlink()
+    flip(unassembled / "experts-L2.bin", 0)
+    seen = []
+
+    def look(*_: object) -> None:
+        seen.extend(path.name for path in unassembled.glob("experts-*"))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.run, "_work", look)
+        with pytest.raises(KeyboardInterrupt):
+            convert_here(k3.source, unassembled)
+    assert seen == []
     convert_here(k3.source, unassembled)
     assert_same(unassembled, k3.files)
 

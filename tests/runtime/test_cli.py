@@ -150,6 +150,39 @@ def test_a_broken_tokenizer_is_no_obstacle_to_ids(tmp_path: Path, capsys: pytest
     assert main(["eval", str(folder), "text"]) == 1
 
 
+def test_a_missing_dump_folder_is_noticed_before_the_work(
+    kimi_linear: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Engine, "evaluate", pytest.fail)
+    assert main(["eval", str(kimi_linear), "--ids", "1", "--dump-logits", str(tmp_path / "absent" / "x.npy")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_too_little_memory(
+    kimi_linear: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Engine, "open", fail)
+    assert main(["eval", str(kimi_linear), "--ids", "1"]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {kimi_linear}: not enough memory")
+
+
+def test_a_terminal_without_unicode(kimi_linear: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime", "info", str(kimi_linear)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert r"\xd7" in done.stdout
+
+
 def test_interrupted(kimi_linear: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -97,6 +97,11 @@ def test_unnamed_ids_are_reserved_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(unnamed) == "".join(f"<|reserved_token_{token_id}|>" for token_id in unnamed)
 
 
+def test_a_special_token_may_be_called_like_a_reserved_one() -> None:
+    tokenizer = Tokenizer(BYTES, {256: "<|reserved_token_257|>"}, 258)
+    assert tokenizer.decode([256]) == tokenizer.decode([257]) == "<|reserved_token_257|>"
+
+
 def test_a_container_without_specials_has_reserved_tokens_only(tmp_path: Path) -> None:
     write(tmp_path, {"tokenizer.model": rank_file()})
     assert Tokenizer.load(tmp_path, 640).decode([N_RANKS]) == f"<|reserved_token_{N_RANKS}|>"

@@ -18,6 +18,7 @@ import pytest
 from container.layout import TRUNK_NAME
 from container.manifest import Manifest
 from tests.containers import build_container, k3_config, kimi_linear_config
+from tests.crash.processes import default_signals
 from tests.validate.damage import flip, layout_of, overwrite, seal
 from validate import __main__ as command
 from validate import run as run_module
@@ -218,6 +219,18 @@ def test_a_file_name_that_is_no_text_is_shown(folder, capsys):
     assert r"/\udcff.bin: not part of the container" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_output_that_cannot_be_written_is_no_traceback(folder):
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "validate", str(folder), "--no-logits"],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "error: [Errno 28]" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_no_memory_and_read_errors_are_problems(folder, capsys, monkeypatch):
     for error, message in (
         (MemoryError(), "not enough memory"),
@@ -250,7 +263,12 @@ def subprocess_of(*arguments: object) -> list[str]:
 def test_ctrl_c_while_reading(folder):
     os.truncate(folder / TRUNK_NAME, 1 << 40)  # sparse: takes no disk, and hours to read
     process = subprocess.Popen(
-        subprocess_of(folder, "--workers", "2"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        subprocess_of(folder, "--workers", "2"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=default_signals,  # a suite started in the background has Ctrl-C ignored
     )
     try:
         time.sleep(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -206,10 +207,12 @@ def test_another_set_of_likely_tokens(kimi_linear, monkeypatch):
 
 
 def test_logits_that_are_no_numbers(kimi_linear, monkeypatch):
-    change(monkeypatch, lambda found: found.logits.__setitem__(2, np.nan))
+    change(monkeypatch, lambda found: found.logits[2:3].fill(np.nan))
     report, findings = check(kimi_linear, ids=IDS)
     assert not report.ok
     assert "relative error nan at position 2" in findings.problems[0]
+    report, _ = check(kimi_linear, ids=None)  # not in the first prompt, which has one token
+    assert math.isnan(report.relative_error)
 
 
 def test_a_checkpoint_that_cannot_run_leaves_the_comparison_of_the_container(kimi_linear, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from container.errors import CheckError
-from tests.checkpoints import k3_config
+from tests.checkpoints import k3_config, kimi_linear_config
 from tests.validate.small_models import fla_module, prompt, relative_errors, small_model
 from validate.reference.kda import (
     bounded_log_decay,
@@ -89,3 +89,12 @@ def test_padded_a_log_is_cut_and_its_tail_must_be_zero() -> None:
     tail[config.kda.n_heads] = 0.25
     with pytest.raises(CheckError, match=rf"`{name}` must be zero after its first 4 entries .* found 1 non-zero"):
         forward(tensors | {name: tail}, config, ids)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("A_log", (1, 4)), ("q_conv1d.weight", (256, 4))])
+def test_flattened_tensors_of_other_writers(name: str, shape: tuple[int, ...]) -> None:
+    config, tensors = small_model(kimi_linear_config(num_hidden_layers=2))
+    name = f"model.layers.0.self_attn.{name}"
+    ids = prompt(3, config.vocab_size)
+    flat = forward(tensors | {name: tensors[name].reshape(shape)}, config, ids)
+    assert torch.equal(flat.logits, forward(tensors, config, ids).logits)

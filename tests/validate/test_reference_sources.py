@@ -31,6 +31,7 @@ from container.trunk import pack_rows, unpack_rows
 from container.writer import BankWriter
 from tests.checkpoints import checkpoint_tensors, k3_config, kimi_linear_config, logical_tensor, write_checkpoint
 from tests.validate.small_models import prompt, small_model
+from validate.pairing import source_shape
 from validate.reference.model import forward
 from validate.reference.sources import CheckpointTensors, ContainerTensors
 from validate.reference.tensors import TensorSource
@@ -86,6 +87,14 @@ def test_checkpoint_defects_are_named(tmp_path: Path) -> None:
     wide = {f"{name}_scale": stored[f"{name}_scale"].astype(np.float32)}
     with pytest.raises(ShardError, match=rf"`{name}_scale` is F32 of shape \[96, 4\], expected U8"):
         source("scale dtype", wide)[f"{EXPERT}.w1.weight"]
+    embedding = "model.embed_tokens.weight"
+    for shape in ((), (0, 256)):
+        empty = {f"language_model.{embedding}": np.zeros(shape, dtype=np.float32)}
+        with pytest.raises(ShardError, match=rf"`language_model.{embedding}` has shape \[.*\], expected rows"):
+            source(f"shape {shape}", empty).rows(embedding, 0, 1)
+    scalar = source("scalar", {f"{name}_packed": np.zeros((), dtype=np.uint8)})
+    with pytest.raises(ShardError, match=rf"`{name}_packed` has shape \[\], expected two"):
+        source_shape(scalar, f"{EXPERT}.w1.weight")
 
 
 # containers

@@ -80,8 +80,9 @@ def delta_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -
 
 def _project_and_convolve(weights: Weights, part: str, config: KdaConfig, h: Tensor) -> Tensor:
     projected = weights.linear(h, f"{part}_proj", config.width)
-    taps = weights.fetch(f"{part}_conv1d.weight", (config.width, 1, config.conv_kernel))
-    return functional.silu(short_convolution(projected, taps[:, 0]))
+    shapes = (config.width, 1, config.conv_kernel), (config.width, config.conv_kernel)
+    taps = weights.fetch(f"{part}_conv1d.weight", *shapes).reshape(shapes[1])
+    return functional.silu(short_convolution(projected, taps))
 
 
 def _log_decay(weights: Weights, config: KdaConfig, h: Tensor) -> Tensor:
@@ -94,9 +95,9 @@ def _log_decay(weights: Weights, config: KdaConfig, h: Tensor) -> Tensor:
 
 
 def _a_log(weights: Weights, config: KdaConfig) -> Tensor:
-    """A_log per head [heads], from Kimi-Linear's [1, 1, heads, 1] or K3's vector padded with zeros."""
-    padded_heads = -(-config.n_heads // A_LOG_PADDING) * A_LOG_PADDING
-    stored = weights.fetch("A_log", (1, 1, config.n_heads, 1), (padded_heads,), (config.n_heads,)).flatten()
+    """A_log per head [heads], from Kimi-Linear's [1, 1, heads, 1], also flattened, or K3's vector padded with zeros."""
+    heads, padded_heads = config.n_heads, -(-config.n_heads // A_LOG_PADDING) * A_LOG_PADDING
+    stored = weights.fetch("A_log", (1, 1, heads, 1), (padded_heads,), (heads,), (1, heads)).flatten()
     n_used = int(torch.count_nonzero(stored[config.n_heads :]))
     if n_used:
         raise CheckError(

@@ -133,6 +133,10 @@ class CheckpointTensors:
 
     def _row_bytes(self, entry: ShardTensor, start: int, stop: int | None) -> tuple[npt.NDArray[np.uint8], int]:
         """Raw bytes of the slice start:stop along the first dimension, and how many rows that is."""
+        if not entry.shape or 0 in entry.shape:
+            raise ShardError(
+                f"{self.checkpoint.folder}: tensor `{entry.name}` has shape {list(entry.shape)}, expected rows"
+            )
         rows = range(entry.shape[0])[start:stop]
         row_bytes = entry.n_bytes // entry.shape[0]
         return self.checkpoint.read(entry.name, rows.start * row_bytes, len(rows) * row_bytes), len(rows)
