@@ -15,6 +15,7 @@ MANIFEST_NAME = "manifest.json"
 TRUNK_NAME = "trunk.bin"
 CODEBOOKS_NAME = "codebooks.bin"
 TOKENIZER_NAME = "tokenizer.model"
+TOKENIZER_SOURCES = ("tiktoken.model", "tokenizer.model")  # what releases call it, in order of preference
 SPECIALS_NAME = "specials.json"
 
 EXPERT_MAGIC = 0x50584557  # "WEXP"

@@ -201,8 +201,8 @@ def _require_same(found: dict[str, Any], wanted: dict[str, Any], output: Path) -
         differences = [*differences[:SHOWN_DIFFERENCES], f"  … and {more} more"]
     if differences:
         raise MismatchError(
-            f"{output}: begun with other options or another source; repeat the command as it was then, "
-            "or choose another output folder\n" + "\n".join(differences)
+            f"{output}: begun with other options, library versions or another source; repeat the command as it was "
+            "then, or choose another output folder\n" + "\n".join(differences)
         )
 
 

@@ -14,11 +14,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from container.checkpoint import Checkpoint
+from container.machine import peak_memory
 from container.manifest import FileEntry
 from convert.arch.base import ExpertNames
 from convert.build import BuildFolder, FinishedJob, publish_record
 from convert.experts import BankJob
-from convert.machine import peak_memory
 from convert.plan import JobPlan, LayerExperts, TrunkSlice
 from convert.source import SourceTensor
 from convert.threads import worker_threads

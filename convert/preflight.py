@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from container.checkpoint import Checkpoint
 from container.errors import ShardError, SourceError, shown
+from container.machine import available_memory, free_disk
 from container.model import KINDS
 from container.progress import size
 from convert.arch.base import Architecture
 from convert.build import BuildFolder
 from convert.encodings import ENCODINGS
 from convert.encodings.base import Encoding
-from convert.machine import available_memory, free_disk
 from convert.memory import worker_memory
 from convert.options import ConvertOptions
 from convert.plan import ConversionPlan, JobPlan
@@ -102,9 +102,7 @@ def _tensor_problems(checkpoint: Checkpoint, wanted: Wanted, encoding: Encoding,
 
 def _unknown_tensors(checkpoint: Checkpoint, architecture: Architecture, used: set[str]) -> list[str]:
     """Tensors the architecture does not know: leaving one out in silence could lose part of the model."""
-    unknown = sorted(
-        name for name in checkpoint.weight_map if name not in used and not name.endswith(architecture.ignored_suffixes)
-    )
+    unknown = sorted(name for name in checkpoint.weight_map if name not in used)
     if not unknown:
         return []
     some = ", ".join(shown(name) for name in unknown[:3])

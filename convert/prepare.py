@@ -7,9 +7,9 @@ from typing import Any
 
 from container.checkpoint import Checkpoint
 from container.errors import BuildError, UsageError
+from container.machine import available_cores, available_memory, free_disk
 from convert.arch import detect
 from convert.build import BuildFolder
-from convert.machine import available_cores, available_memory, free_disk
 from convert.memory import worker_memory
 from convert.options import ConvertOptions
 from convert.plan import ConversionPlan, JobPlan, plan_conversion
@@ -29,7 +29,11 @@ class Prepared:
     source: SourceCheck
     jobs: tuple[JobPlan, ...]
     n_workers: int
-    threads_per_worker: int
+    cores: int
+
+    def threads_per_worker(self, n_workers: int) -> int:
+        """Threads each of `n_workers` processes may use."""
+        return max(1, self.cores // n_workers)
 
 
 def prepare(options: ConvertOptions) -> Prepared:
@@ -51,7 +55,7 @@ def prepare(options: ConvertOptions) -> Prepared:
         check_source(checkpoint, plan.architecture, plan.jobs),
         jobs,
         n_workers,
-        max(1, cores // n_workers),
+        cores,
     )
 
 
@@ -91,7 +95,7 @@ def dry_run(options: ConvertOptions) -> dict[str, Any]:
         "records_bytes": sum(bank.n_bytes for bank in plan.banks.values()),
         "total_bytes": plan.total_bytes,
         "workers": prepared.n_workers,
-        "threads_per_worker": prepared.threads_per_worker,
+        "threads_per_worker": prepared.threads_per_worker(prepared.n_workers),
         "peak_memory_bytes": prepared.n_workers * worker_memory(plan),
         "free_disk_bytes": free_disk(options.output),
         "shards_absent": len(source.absent_shards),

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from container.errors import BuildError, PreflightError
+from container.machine import free_disk
 from container.manifest import Manifest
 from container.progress import ProgressReport, size
 from convert.assemble import assemble, mean_error
 from convert.build import BuildFolder, FinishedJob
 from convert.jobs import JobInput, JobOutcome, Progress, convert_job, prove_job
-from convert.machine import free_disk
 from convert.options import ConvertOptions
 from convert.plan import JobPlan
 from convert.pool import Watcher, Work, run_work
@@ -157,6 +157,7 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
     if not todo:
         return []
     options = prepared.options
+    n_workers = min(prepared.n_workers, len(todo))
     tasks = [
         JobInput(
             plan=job,
@@ -165,7 +166,7 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
             weight_map=prepared.source.weight_maps[job.id],
             expert_names=prepared.plan.architecture.experts,
             seed=options.seed,
-            n_threads=prepared.threads_per_worker,
+            n_threads=prepared.threads_per_worker(n_workers),
         )
         for job in todo
     ]
@@ -188,7 +189,7 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
         run_work(
             Work(convert_job, tasks, [job.label for job in todo]),
             Watcher(done, tick),
-            n_workers=min(prepared.n_workers, len(todo)),
+            n_workers=n_workers,
         )
     finally:
         report.close()

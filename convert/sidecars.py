@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from container.errors import SourceError
-from container.layout import SPECIALS_NAME, TOKENIZER_NAME
+from container.layout import SPECIALS_NAME, TOKENIZER_NAME, TOKENIZER_SOURCES
 from container.strict_json import parse_object
 from convert.arch.base import Architecture
 
-TOKENIZER_SOURCES = ("tiktoken.model", "tokenizer.model")
 CHAT_NAME = "chat.json"  # the user may edit it: never overwritten, never checksummed
 
 # nn.RMSNorm(eps=None) as torch computes it for f32, f16 and bf16 (docs/MODELS.md 4)

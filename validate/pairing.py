@@ -8,6 +8,7 @@ from typing import Any
 
 from container.checkpoint import Checkpoint
 from container.errors import ConfigError, ShardError, shown
+from container.layout import TOKENIZER_NAME, TOKENIZER_SOURCES
 from container.model import KINDS, canonical_config
 from container.reader import ContainerReader
 from validate.reference.sources import KIND_OF, CheckpointTensors
@@ -19,6 +20,7 @@ MATRICES = {kind: matrix for matrix, kind in KIND_OF.items()}  # gate, up, down 
 def pair_tensors(reader: ContainerReader, checkpoint: Checkpoint, findings: Findings) -> frozenset[str]:
     """Names, without prefix, of the tensors that can be compared; what differs otherwise goes into `findings`."""
     _check_config(reader, checkpoint, findings)
+    _check_tokenizer(reader, checkpoint, findings)
     return _check_names(reader, checkpoint, _check_shards(reader, checkpoint, findings), findings)
 
 
@@ -56,6 +58,18 @@ def _check_config(reader: ContainerReader, checkpoint: Checkpoint, findings: Fin
         return
     for key, ours, theirs in _differences(reader.manifest.config, expected, ""):
         findings.problem(f"config: `{key}` is {shown(ours)} in the container, {shown(theirs)} in {checkpoint.folder}")
+
+
+def _check_tokenizer(reader: ContainerReader, checkpoint: Checkpoint, findings: Findings) -> None:
+    """The rank file is the release's, byte for byte; a checkpoint without one has nothing to compare."""
+    ours = reader.folder / TOKENIZER_NAME
+    theirs = next((path for name in TOKENIZER_SOURCES if (path := checkpoint.folder / name).is_file()), None)
+    if theirs is None:
+        findings.note(f"{checkpoint.folder} has no tokenizer to compare with")
+    elif not ours.is_file():
+        findings.problem(f"{ours}: missing, though the checkpoint has {theirs.name}")
+    elif ours.read_bytes() != theirs.read_bytes():
+        findings.problem(f"{ours}: differs from the checkpoint's {theirs.name}")
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], at: str) -> Iterator[tuple[str, Any, Any]]:

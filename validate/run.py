@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import TextIO
 
 from container.checkpoint import Checkpoint
-from container.errors import MoedockError, UsageError
+from container.errors import CheckError, MoedockError, UsageError
+from container.machine import available_memory
+from container.manifest import Manifest
+from container.model import ModelConfig
+from container.progress import size
 from container.reader import ContainerReader
 from validate.report import Findings, LogitsReport, Report, StructureReport, WeightsReport
 from validate.structure import check_structure
@@ -50,6 +54,7 @@ def validate(options: Options, stream: TextIO) -> Report:
     A bad container or checkpoint is a problem in the report. Raises UsageError for ids outside the vocabulary.
     """
     findings = Findings()
+    _check_ids(options)
     structure = StructureReport(ok=False)
     weights: WeightsReport | None = None
     logits: LogitsReport | None = None
@@ -72,6 +77,19 @@ def validate(options: Options, stream: TextIO) -> Report:
     )
 
 
+def _check_ids(options: Options) -> None:
+    """Refuse a prompt outside the vocabulary now, not after hours of reading. A bad container is found later."""
+    if options.ids is None:
+        return
+    try:
+        vocab_size = ModelConfig.from_config(Manifest.read(options.container).config).vocab_size
+    except MoedockError:
+        return  # the structure check says what is wrong
+    outside = [token for token in options.ids if not 0 <= token < vocab_size]
+    if outside:
+        raise UsageError(f"--ids: token {outside[0]} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
 @contextlib.contextmanager
 def _problems(folder: Path, findings: Findings) -> Iterator[None]:
     """Turn what a bad file raises into a problem; a usage error passes."""
@@ -87,17 +105,32 @@ def _problems(folder: Path, findings: Findings) -> Iterator[None]:
         findings.problem(f"{folder}: there is not enough memory to go on")
     except RecursionError:
         findings.problem(f"{folder}: its config is nested too deeply to be compared")
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):  # torch's allocator raises no MemoryError
+            raise
+        findings.problem(f"{folder}: there is not enough memory to go on")
 
 
 def _wants_logits(reader: ContainerReader, options: Options, findings: Findings) -> bool:
-    if options.logits is not None:
-        return options.logits
-    if options.ids is not None:
+    if options.logits is False:
+        return False
+    if options.logits or options.ids is not None:
+        _require_memory(reader)
         return True
     n_weights = count_weights(reader)
     if n_weights > SMALL_MODEL_WEIGHTS:
         findings.note(f"logits were not compared: the model has {n_weights:,} weights; --logits compares them anyway")
     return n_weights <= SMALL_MODEL_WEIGHTS
+
+
+def _require_memory(reader: ContainerReader) -> None:
+    """The runtime holds the trunk beside the reference. Raises CheckError when it cannot fit."""
+    available = available_memory()
+    if available is not None and reader.trunk_bytes > available:
+        raise CheckError(
+            f"{reader.folder}: comparing logits needs the trunk in memory, {size(reader.trunk_bytes)}; "
+            f"{size(available)} are available: leave it out with --no-logits, or use a larger machine"
+        )
 
 
 def count_weights(reader: ContainerReader) -> int:

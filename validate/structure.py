@@ -6,7 +6,6 @@ a fixed order, whatever the number of threads.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from typing import TextIO
 
 from container.errors import ConfigError, FormatError
 from container.layout import CODEBOOKS_NAME, MANIFEST_NAME, SPECIALS_NAME, TOKENIZER_NAME, TRUNK_NAME
+from container.machine import available_cores
 from container.manifest import Manifest, TrunkEntry
 from container.model import ModelConfig
 from container.progress import ProgressReport
@@ -70,7 +70,7 @@ def check_structure(folder: Path, *, n_threads: int | None, stream: TextIO) -> t
     layout = _check_model(folder, manifest, findings)
     tasks = _tasks(folder, manifest, layout)
     _note_strangers(folder, {task.name for task in tasks}, findings)
-    scans = _run(folder, tasks, n_threads or min(MAX_THREADS, os.cpu_count() or 1), stream)
+    scans = _run(folder, tasks, n_threads or min(MAX_THREADS, available_cores()), stream)
     n_checksums = 0
     for task, scan in zip(tasks, scans, strict=True):
         findings.merge(scan.findings)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import threading
 import time
@@ -25,6 +24,7 @@ from torch import Tensor
 from container.checkpoint import Checkpoint
 from container.errors import CheckError, MoedockError
 from container.layout import ExpertFormat, TrunkFormat
+from container.machine import available_cores
 from container.manifest import TrunkEntry
 from container.model import KINDS
 from container.progress import ProgressReport
@@ -124,7 +124,7 @@ def check_weights(
     bounds = _bounds(reader)
     with _one_torch_thread():
         comparison = _Comparison(reader, checkpoint, comparable, bounds)
-        n_threads = n_threads or min(MAX_THREADS, os.cpu_count() or 1)
+        n_threads = n_threads or min(MAX_THREADS, available_cores())
         results = _run(comparison, _tasks(reader, n_experts), n_threads, stream)
     tensors: list[TensorError] = []
     sums: dict[str, Sums] = defaultdict(Sums)

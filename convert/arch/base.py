@@ -66,4 +66,3 @@ class Architecture:
     model: ModelConfig
     trunk: tuple[TrunkTensor, ...]  # in trunk.bin's order
     experts: ExpertNames
-    ignored_suffixes: tuple[str, ...] = ()  # tensors known to be meaningless

@@ -17,7 +17,7 @@ from typing import Any
 import faiss
 import numpy as np
 
-from convert.machine import available_cores
+from container.machine import available_cores
 from tests.checkpoints import real_shape_slice
 
 N_EXPERTS = 16

@@ -93,7 +93,7 @@ def test_a_folder_of_another_build_is_a_problem(tmp_path, k3):
         same = dry_run(ConvertOptions(source=k3.source, output=output))
         assert same["problems"] == []
         (problem,) = dry_run(ConvertOptions(source=k3.source, output=output, seed=7))["problems"]
-        assert f"{output}: begun with other options or another source" in problem
+        assert f"{output}: begun with other options, library versions or another source" in problem
         assert "options.seed: there 0, now 7" in problem
 
 

@@ -184,7 +184,7 @@ def test_a_terminal_without_unicode(kimi_linear: Path) -> None:
 
 
 def test_interrupted(kimi_linear: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **_options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Engine, "evaluate", interrupt)

@@ -127,6 +127,14 @@ def test_one_call_two_calls_and_single_steps_agree_bit_for_bit(name: str, reques
                 np.testing.assert_array_equal(chosen, whole.routing[layer][position])
 
 
+def test_only_the_last_logits_are_those_of_all(kimi_linear: Path) -> None:
+    with Engine.open(kimi_linear) as engine:
+        whole, last = engine.evaluate(IDS), engine.evaluate(IDS, last_only=True)
+        assert last.logits.shape == (1, engine.vocab_size)
+        np.testing.assert_array_equal(last.logits[0], whole.logits[-1])
+        assert engine.evaluate([], last_only=True).logits.shape == (0, engine.vocab_size)
+
+
 @settings(max_examples=10)
 @given(st.lists(st.integers(0, 639), min_size=2, max_size=12), st.data())
 def test_logits_depend_on_earlier_tokens_alone(k3: Path, ids: list[int], data: st.DataObject) -> None:

@@ -24,6 +24,7 @@ from tests.validate.small_models import small_model
 from validate.logits import PROMPT_LENGTHS, check_logits, default_prompts, divergence, relative_errors
 from validate.reference.model import forward
 from validate.report import Findings, LogitsReport
+from validate.run import Options, validate
 
 TOLERANCE = 1e-5
 IDS = (5, 17, 42, 3, 99, 100, 7)
@@ -106,8 +107,15 @@ def test_ids_outside_the_vocabulary_are_a_usage_error(kimi_linear):
         with pytest.raises(
             UsageError, match=rf"--ids: token {token} is outside the vocabulary \(0 to {vocab_size - 1}\)"
         ):
-            check(kimi_linear, ids=(1, token))
+            validate(Options(container=kimi_linear.container, ids=(1, token)), io.StringIO())
     assert check(kimi_linear, ids=(vocab_size - 1,))[1].ok
+
+
+def test_too_little_memory_is_said_before_anything_is_loaded(kimi_linear, monkeypatch):
+    monkeypatch.setattr("validate.run.available_memory", lambda: 100_000)
+    report = validate(Options(container=kimi_linear.container, logits=True), io.StringIO())
+    assert (report.ok, report.logits) == (False, None)
+    assert "comparing logits needs the trunk in memory" in report.findings.problems[0]
 
 
 # injected errors

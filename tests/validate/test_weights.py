@@ -298,6 +298,19 @@ def test_a_truncated_shard(k3, tmp_path):
     assert any(problem.startswith("tensor ") and "truncated" in problem for problem in listed)
 
 
+def test_the_tokenizer_is_the_checkpoints(k3, tmp_path):
+    made = copy(k3, tmp_path)
+    tokenizer = made.container / "tokenizer.model"
+    tokenizer.write_bytes(tokenizer.read_bytes() + b"IA== 99999\n")
+    assert check(made)[1].problems == [f"{tokenizer}: differs from the checkpoint's tiktoken.model"]
+    tokenizer.unlink()
+    assert check(made)[1].problems == [f"{tokenizer}: missing, though the checkpoint has tiktoken.model"]
+    (made.checkpoint / "tiktoken.model").unlink()
+    _, findings = check(made)
+    assert findings.ok
+    assert f"{made.checkpoint} has no tokenizer to compare with" in findings.notes
+
+
 def test_another_config(k3, tmp_path):
     made = copy(k3, tmp_path)
     path = made.checkpoint / "config.json"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from convert import machine
-from convert.machine import available_cores, available_memory, cgroup_folders, free_disk, peak_memory
+from container import machine
+from container.machine import available_cores, available_memory, cgroup_folders, free_disk, peak_memory
 
 MIB = 1 << 20
 
