@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from container.errors import FormatError, shown
+from container.json_object import JsonObject, is_count
 from container.layout import (
     CODEBOOKS_NAME,
     EXPERT_QUANTS,
@@ -68,15 +69,15 @@ class TrunkEntry:
     @classmethod
     def from_json(cls, raw: Any, where: str) -> TrunkEntry:
         """Raises FormatError, naming `where`, for anything that does not fit the format."""
-        keys = _Object(raw, where)
+        keys = JsonObject(raw, where)
         name = keys.text("name")
-        keys = _Object(raw, f"{where} ({name})")
+        keys = JsonObject(raw, f"{where} ({name})")
         fmt_number = keys.count("fmt")
         if fmt_number not in list(TrunkFormat):
             raise FormatError(f"{keys.where}: fmt {fmt_number} is not one we read ({_choices(TrunkFormat)})")
         fmt = TrunkFormat(fmt_number)
         shape = keys.value("shape")
-        if not isinstance(shape, list) or not 1 <= len(shape) <= 4 or not all(_is_count(n, least=1) for n in shape):
+        if not isinstance(shape, list) or not 1 <= len(shape) <= 4 or not all(is_count(n, least=1) for n in shape):
             raise FormatError(f"{keys.where}: shape must be 1 to 4 positive whole numbers, found {shown(shape)}")
         grouped = fmt is not TrunkFormat.F32
         if grouped and keys.count("group") != GROUP_SIZE:
@@ -134,7 +135,7 @@ class BankEntry:
     @classmethod
     def from_json(cls, raw: Any, where: str) -> BankEntry:
         """Raises FormatError, naming `where`, for anything that does not fit the format."""
-        keys = _Object(raw, where)
+        keys = JsonObject(raw, where)
         entry = cls(
             file=keys.file_name("file"),
             n_experts=keys.count("experts", least=1),
@@ -171,7 +172,7 @@ class FileEntry:
     @classmethod
     def from_json(cls, raw: Any, where: str) -> FileEntry:
         """Raises FormatError, naming `where`, for anything that does not fit."""
-        keys = _Object(raw, where)
+        keys = JsonObject(raw, where)
         sha256 = keys.text("sha256")
         if len(sha256) != 64 or not set(sha256) <= set(string.hexdigits.lower()):
             raise FormatError(f"{where}: `sha256` must be 64 lower-case hexadecimal digits, found {shown(sha256)}")
@@ -221,9 +222,9 @@ class Manifest:
     @classmethod
     def from_json(cls, raw: Any, where: str = MANIFEST_NAME) -> Manifest:
         """Raises FormatError, naming `where` and the key, for anything that does not fit the format."""
-        keys = _Object(raw, where)
+        keys = JsonObject(raw, where)
         version = keys.value("format_version")
-        if not _is_count(version) or version != FORMAT_VERSION:
+        if not is_count(version) or version != FORMAT_VERSION:
             raise FormatError(
                 f"{where}: format_version is {shown(version)}; this program reads version {FORMAT_VERSION}"
             )
@@ -272,47 +273,8 @@ class Manifest:
         return cls.from_json(raw, str(path))
 
 
-class _Object:
-    """Typed look-ups in a JSON object; every failure says where."""
-
-    def __init__(self, raw: Any, where: str) -> None:
-        if not isinstance(raw, dict):
-            raise FormatError(f"{where}: must be an object, found {type(raw).__name__}")
-        self.raw = raw
-        self.where = where
-
-    def value(self, key: str) -> Any:
-        if key not in self.raw:
-            raise FormatError(f"{self.where}: `{key}` is missing")
-        return self.raw[key]
-
-    def count(self, key: str, *, least: int = 0, most: int = (1 << 63) - 1) -> int:
-        value = self.value(key)
-        if not _is_count(value, least=least, most=most):
-            raise FormatError(
-                f"{self.where}: `{key}` must be a whole number from {least} to {most}, found {shown(value)}"
-            )
-        return int(value)
-
-    def text(self, key: str) -> str:
-        value = self.value(key)
-        if not isinstance(value, str):
-            raise FormatError(f"{self.where}: `{key}` must be a string, found {shown(value)}")
-        return value
-
-    def file_name(self, key: str) -> str:
-        """A plain name inside the container's folder, never a path out of it."""
-        name = self.text(key)
-        if not is_plain_file_name(name):
-            raise FormatError(f"{self.where}: `{key}` must be a plain file name, found {shown(name)}")
-        return name
-
-    def mapping(self, key: str) -> dict[str, Any]:
-        return _Object(self.value(key), f"{self.where}: `{key}`").raw
-
-
 def _expert_quant(raw: Any, where: str) -> ExpertQuant:
-    keys = _Object(raw, where)
+    keys = JsonObject(raw, where)
     names = {quant.fmt.name: quant for quant in EXPERT_QUANTS.values()}
     fmt = keys.text("fmt")
     if fmt not in names:
@@ -341,10 +303,6 @@ def _check_bank_names(layers: Mapping[int, BankEntry], where: str) -> None:
     names = [MANIFEST_NAME, TRUNK_NAME, CODEBOOKS_NAME, *(bank.file for bank in layers.values())]
     if len(set(names)) != len(names):
         raise FormatError(f"{where}: `layers` must give each bank a file of its own, {_duplicate(names)} is used twice")
-
-
-def _is_count(value: Any, *, least: int = 0, most: int = (1 << 63) - 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _duplicate(names: list[str]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from container.config_keys import ConfigKeys
 from container.errors import ConfigError, shown
 from container.layout import EXPERT_QUANTS, MAX_U16
 
@@ -35,9 +36,6 @@ L2_NORM_EPS = 1e-6
 
 # Codebook ids are u16 and every layer may need its own.
 MAX_LAYERS = (MAX_U16 + 1) // max(quant.n_codebooks for quant in EXPERT_QUANTS.values())
-# Of one dimension or count: far above any model, and small enough that no sum of products surprises anybody.
-MAX_SIZE = 1 << 32
-MAX_FLOAT = 3e38  # what float32 holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +138,7 @@ class ModelConfig:
         Raises ConfigError that names the key when one is missing, has a wrong type or value, or asks for
         something this project does not implement.
         """
-        keys = _Keys(config)
+        keys = ConfigKeys(config)
         n_layers = keys.count("num_hidden_layers", most=MAX_LAYERS)
         _refuse_unsupported(config)
         linear_beta = keys.optional_number("activation_situ_linear_beta")
@@ -194,49 +192,7 @@ def _without_false(config: Mapping[str, Any], flags: tuple[str, ...]) -> dict[st
     return {key: value for key, value in config.items() if key not in flags or value not in (False, None)}
 
 
-class _Keys:
-    """Typed look-ups in a config; every failure names the key."""
-
-    def __init__(self, config: Mapping[str, Any], path: str = "") -> None:
-        self.config = config
-        self.path = path
-
-    def get(self, key: str) -> Any:
-        if key not in self.config:
-            raise ConfigError(f"config: `{self.path}{key}` is missing")
-        return self.config[key]
-
-    def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
-        value = default if default is not None and self.config.get(key) is None else self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise ConfigError(
-                f"config: `{self.path}{key}` must be a whole number from {least} to {most}, found {shown(value)}"
-            )
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = default if default is not None and self.config.get(key) is None else self.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= MAX_FLOAT:
-            raise ConfigError(f"config: `{self.path}{key}` must be a finite number, found {shown(value)}")
-        return float(value)
-
-    def optional_number(self, key: str) -> float | None:
-        return None if self.config.get(key) is None else self.number(key)
-
-    def flag(self, key: str) -> bool:
-        value = self.config.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise ConfigError(f"config: `{self.path}{key}` must be true or false, found {shown(value)}")
-        return bool(value)
-
-    def section(self, key: str) -> _Keys:
-        value = self.get(key)
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"config: `{self.path}{key}` must be an object, found {shown(value)}")
-        return _Keys(value, f"{self.path}{key}.")
-
-
-def _kda(keys: _Keys, n_layers: int) -> KdaConfig:
+def _kda(keys: ConfigKeys, n_layers: int) -> KdaConfig:
     linear = keys.section("linear_attn_config")
     listed = linear.get("kda_layers")
     full = linear.config.get("full_attn_layers")
@@ -262,7 +218,7 @@ def _kda(keys: _Keys, n_layers: int) -> KdaConfig:
     )
 
 
-def _mla(keys: _Keys) -> MlaConfig:
+def _mla(keys: ConfigKeys) -> MlaConfig:
     rank = keys.config.get("q_lora_rank")
     return MlaConfig(
         n_heads=keys.count("num_attention_heads"),
@@ -275,7 +231,7 @@ def _mla(keys: _Keys) -> MlaConfig:
     )
 
 
-def _moe(keys: _Keys, n_layers: int) -> MoeConfig:
+def _moe(keys: ConfigKeys, n_layers: int) -> MoeConfig:
     latent = keys.config.get("routed_expert_hidden_size")
     moe = MoeConfig(
         n_experts=keys.count("num_experts", most=MAX_U16),

@@ -13,7 +13,7 @@ from container.errors import IntegrityError, MoedockError
 from container.layout import CODEBOOKS_NAME
 from container.manifest import FileEntry
 from container.reader import ContainerReader
-from runtime.kernels import F32
+from runtime.gates import F32
 from runtime.models import Model, StepTrace, load_model
 from runtime.state import SequenceState
 from runtime.store import ExpertStore

@@ -15,7 +15,7 @@ from container.model import KINDS
 from container.reader import ContainerReader
 from container.records import ExpertRecord
 from runtime import kernels
-from runtime.kernels import F32
+from runtime.gates import F32
 
 
 class LayerCodebooks:

@@ -15,13 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from container.layout import GROUP_SIZE, TILE_ROWS, VEC_DIM
+from runtime.gates import F32, FAST, sigmoid
 
-F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]
 
-# Sums may be reordered and products fused; NaN and infinity keep their meaning.
-FAST = {"reassoc", "contract", "nsz"}
 Q4G_ZERO = 8  # stored nibble of the value 0
 HALF_GROUP = GROUP_SIZE // 2
 # Vectors (of an expert matrix) or positions (of a latent cache) that are summed before they join the total.
@@ -184,62 +182,6 @@ def vq_matvec(tiles: U8, table: F32, scales: F32, out: F32) -> None:
         first = t * TILE_ROWS
         for r in range(min(TILE_ROWS, out.size - first)):
             out[first + r] = scales[first + r] * total[r]
-
-
-# --- gates and norms ------------------------------------------------------------------------------------------
-
-
-@nb.njit(cache=True, nogil=True)
-def sigmoid(x: float) -> np.float32:
-    """Logistic function of one f32 number."""
-    return np.float32(1) / (np.float32(1) + math.exp(-np.float32(x)))
-
-
-@nb.njit(cache=True, nogil=True)
-def gate_silu(gate: F32, up: F32, out: F32) -> None:
-    """out = gate · sigmoid(gate) · up."""
-    for c in range(out.size):
-        out[c] = gate[c] * sigmoid(gate[c]) * up[c]
-
-
-@nb.njit(cache=True, nogil=True)
-def gate_situ(gate: F32, up: F32, beta: float, linear_beta: float, out: F32) -> None:
-    """out = β tanh(gate/β) sigmoid(gate) · λ tanh(up/λ) (docs/MODELS.md 3.7); λ = 0 leaves `up` as it is."""
-    b, linear = np.float32(beta), np.float32(linear_beta)
-    for c in range(out.size):
-        side = up[c] if linear == 0 else linear * math.tanh(up[c] / linear)
-        out[c] = b * math.tanh(gate[c] / b) * sigmoid(gate[c]) * side
-
-
-@nb.njit(cache=True, nogil=True)
-def multiply_sigmoid(x: F32, gate: F32, out: F32) -> None:
-    """out = x · sigmoid(gate), all [n]."""
-    for c in range(out.size):
-        out[c] = x[c] * sigmoid(gate[c])
-
-
-@nb.njit(cache=True, nogil=True, fastmath=FAST)
-def rms_norm(x: F32, weight: F32, tolerance: float, out: F32) -> None:
-    """Each row of x [rows, n] divided by the root of (mean square + tolerance), times weight [n]."""
-    for r in range(x.shape[0]):
-        squares = 0.0
-        for c in range(x.shape[1]):
-            squares += np.float64(x[r, c]) * x[r, c]
-        factor = 1 / math.sqrt(squares / x.shape[1] + tolerance)
-        for c in range(x.shape[1]):
-            out[r, c] = x[r, c] * factor * weight[c]
-
-
-@nb.njit(cache=True, nogil=True, fastmath=FAST)
-def l2_norm(x: F32, tolerance: float, factor: float) -> None:
-    """Each row of x [rows, n] is divided, in place, by the root of (sum of squares + tolerance), times `factor`."""
-    for r in range(x.shape[0]):
-        squares = 0.0
-        for c in range(x.shape[1]):
-            squares += np.float64(x[r, c]) * x[r, c]
-        scale = factor / math.sqrt(squares + tolerance)
-        for c in range(x.shape[1]):
-            x[r, c] *= scale
 
 
 # --- delta attention ------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from container.model import KdaConfig, MlaConfig, ModelConfig
-from runtime.kernels import F32
+from runtime.gates import F32
 
 _FIRST_CAPACITY = 64  # positions a latent cache has room for at first; then it doubles
 

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
+from container.config_keys import MAX_SIZE
 from container.errors import ConfigError, shown
-from container.model import MAX_LAYERS, MAX_SIZE, ModelConfig
+from container.model import MAX_LAYERS, ModelConfig
 
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, tuple[Shape, ...]]]

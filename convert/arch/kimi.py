@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from container.config_keys import MAX_SIZE
 from container.errors import ConfigError, shown
-from container.model import MAX_LAYERS, MAX_SIZE, ModelConfig
+from container.model import MAX_LAYERS, ModelConfig
 from convert.arch.base import Architecture, ExpertNames, Precision, TrunkTensor
 
 MODEL_TYPES = ("kimi_linear", "kimi_k3")

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from runtime.kernels import F32
+from runtime.gates import F32
 from runtime.state import SequenceState
 
 

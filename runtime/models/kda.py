@@ -7,8 +7,8 @@ import numpy as np
 from container.errors import FormatError
 from container.layout import align_up
 from container.model import L2_NORM_EPS, KdaConfig, ModelConfig
-from runtime import kernels
-from runtime.kernels import F32
+from runtime import gates, kernels
+from runtime.gates import F32
 from runtime.models.mlp import RmsNorm
 from runtime.state import KdaState
 from runtime.weights import Matrix, Needs, Trunk, dimensions
@@ -65,14 +65,14 @@ class DeltaAttention:
         """x [hidden] → [hidden]; `state` moves on by one token."""
         kda = self._config
         q, k, v = (self._convolved(n, x, state) for n in range(3))
-        kernels.l2_norm(q, L2_NORM_EPS, kda.head_dim**-0.5)
-        kernels.l2_norm(k, L2_NORM_EPS, 1.0)
+        gates.l2_norm(q, L2_NORM_EPS, kda.head_dim**-0.5)
+        gates.l2_norm(k, L2_NORM_EPS, 1.0)
         beta = self._beta.matvec(x)
-        kernels.multiply_sigmoid(np.ones_like(beta), beta, beta)
+        gates.multiply_sigmoid(np.ones_like(beta), beta, beta)
         out = np.empty_like(v)
         kernels.delta_step(state.delta, q, k, v, self._log_decay(x), beta, out)
         normed = self._norm(out).reshape(-1)
-        kernels.multiply_sigmoid(normed, _chain(self._gate, x), normed)
+        gates.multiply_sigmoid(normed, _chain(self._gate, x), normed)
         return self._output.matvec(normed)
 
     def _convolved(self, stream: int, x: F32, state: KdaState) -> F32:

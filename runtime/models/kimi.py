@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from container.model import ModelConfig
 from container.reader import ContainerReader
-from runtime.kernels import F32
+from runtime.gates import F32
 from runtime.models.base import StepTrace
 from runtime.models.kda import DeltaAttention
 from runtime.models.mla import LatentAttention

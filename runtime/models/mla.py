@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from container.model import LATENT_NORM_EPS, MlaConfig, ModelConfig
-from runtime import kernels
-from runtime.kernels import F32
+from runtime import gates, kernels
+from runtime.gates import F32
 from runtime.models.mlp import RmsNorm
 from runtime.state import LatentCache
 from runtime.weights import Needs, Trunk, dimensions
@@ -63,7 +63,7 @@ class LatentAttention:
         values = self._key_value.matvec_heads(mixed, stride=stride, first=mla.qk_nope_head_dim, count=mla.v_head_dim)
         out = values.reshape(-1)
         if self._gate is not None:
-            kernels.multiply_sigmoid(out, self._gate.matvec(x), out)
+            gates.multiply_sigmoid(out, self._gate.matvec(x), out)
         return self._output.matvec(out)
 
     def _absorbed_query(self, x: F32) -> F32:

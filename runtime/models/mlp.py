@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from container.model import ModelConfig
-from runtime import kernels
-from runtime.kernels import F32
+from runtime import gates
+from runtime.gates import F32
 from runtime.weights import Matrix, Needs, Trunk, dimensions
 
 Activation = Callable[[F32, F32], F32]  # (gate, up) -> product
@@ -25,7 +25,7 @@ class RmsNorm:
         """Normalise x [n], or each row of x [rows, n]."""
         out = np.empty_like(x)
         rows = x.reshape(-1, self._weight.size)
-        kernels.rms_norm(rows, self._weight, self._tolerance, out.reshape(rows.shape))
+        gates.rms_norm(rows, self._weight, self._tolerance, out.reshape(rows.shape))
         return out
 
 
@@ -36,14 +36,14 @@ def activation(config: ModelConfig) -> Activation:
 
 def _silu(gate: F32, up: F32) -> F32:
     out = np.empty_like(gate)
-    kernels.gate_silu(gate, up, out)
+    gates.gate_silu(gate, up, out)
     return out
 
 
 def _situ(beta: float, linear_beta: float) -> Activation:
     def situ(gate: F32, up: F32) -> F32:
         out = np.empty_like(gate)
-        kernels.gate_situ(gate, up, beta, linear_beta, out)
+        gates.gate_situ(gate, up, beta, linear_beta, out)
         return out
 
     return situ

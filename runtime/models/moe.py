@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from container.model import ModelConfig, MoeConfig
 from container.reader import ContainerReader
-from runtime import experts, kernels
-from runtime.kernels import F32
+from runtime import experts, gates
+from runtime.gates import F32
 from runtime.models.base import StepTrace
 from runtime.models.mlp import GatedMlp, RmsNorm, activation
 from runtime.store import ExpertStore
@@ -29,7 +29,7 @@ class Router:
     def __call__(self, x: F32) -> tuple[Ids, F32]:
         """x [hidden] → ids [k], ascending, and their weights [k]. Of equal scores the lower id wins."""
         scores = self._weight.matvec(x)
-        kernels.multiply_sigmoid(np.ones_like(scores), scores, scores)
+        gates.multiply_sigmoid(np.ones_like(scores), scores, scores)
         choice = self._of_best_groups(scores + self._bias)  # the bias takes part in the choice only
         chosen = np.sort(np.argsort(-choice, kind="stable")[: self._config.top_k])
         weights = scores[chosen]

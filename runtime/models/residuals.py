@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from container.model import ModelConfig
-from runtime.kernels import F32
+from runtime.gates import F32
 from runtime.weights import Needs, Trunk, dimensions
 
 

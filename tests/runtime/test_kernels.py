@@ -13,7 +13,7 @@ from container.layout import EXPERT_QUANTS, VEC_DIM, ExpertQuant, TrunkFormat
 from container.model import KINDS
 from container.records import ExpertRecord
 from container.trunk import pack_rows, unpack_rows
-from runtime import experts, kernels
+from runtime import experts, gates, kernels
 from runtime.weights import Matrix
 from tests.runtime.oracle import F64, causal_softmax, delta_rule, dense_expert_matrix, rms, sigmoid, situ
 from tests.strategies import quants
@@ -161,13 +161,13 @@ def test_a_vector_that_cannot_be_cut_has_no_table() -> None:
 )
 def test_situ_spot_values(gate: float, up: float, expected: float) -> None:
     out = np.empty(1, np.float32)
-    kernels.gate_situ(np.array([gate], np.float32), np.array([up], np.float32), 4.0, 25.0, out)
+    gates.gate_situ(np.array([gate], np.float32), np.array([up], np.float32), 4.0, 25.0, out)
     assert out[0] == pytest.approx(expected, rel=1e-6, abs=1e-30)
 
 
 def test_situ_without_linear_beta_leaves_up_as_it_is() -> None:
     gate, up, out = np.array([1.5], np.float32), np.array([300], np.float32), np.empty(1, np.float32)
-    kernels.gate_situ(gate, up, 4.0, 0.0, out)
+    gates.gate_situ(gate, up, 4.0, 0.0, out)
     close(out, 4 * np.tanh(1.5 / 4) * sigmoid(np.array([1.5])) * 300)
 
 
@@ -203,11 +203,11 @@ def test_elementwise_gates(n: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     gate, up, out = 5 * normal(rng, n), normal(rng, n), np.empty(n, np.float32)
     wide_gate, wide_up = gate.astype(np.float64), up.astype(np.float64)
-    kernels.gate_silu(gate, up, out)
+    gates.gate_silu(gate, up, out)
     close(out, wide_gate * sigmoid(wide_gate) * wide_up)
-    kernels.gate_situ(gate, up, 4.0, 25.0, out)
+    gates.gate_situ(gate, up, 4.0, 25.0, out)
     close(out, situ(wide_gate, wide_up, 4.0, 25.0))
-    kernels.multiply_sigmoid(up, gate, out)
+    gates.multiply_sigmoid(up, gate, out)
     close(out, wide_up * sigmoid(wide_gate))
 
 
@@ -216,11 +216,11 @@ def test_norms(rows: int, n: int, seed: int, size: float) -> None:
     rng = np.random.default_rng(seed)
     x, weight = np.float32(size) * normal(rng, rows, n), normal(rng, n)
     out = np.empty_like(x)
-    kernels.rms_norm(x, weight, 1e-5, out)
+    gates.rms_norm(x, weight, 1e-5, out)
     close(out, rms(x.astype(np.float64), weight.astype(np.float64), 1e-5))
     expected = x.astype(np.float64)
     expected = expected / np.sqrt(np.sum(expected**2, axis=1, keepdims=True) + 1e-6) * 0.125
-    kernels.l2_norm(x, 1e-6, 0.125)
+    gates.l2_norm(x, 1e-6, 0.125)
     close(x, expected)
 
 
