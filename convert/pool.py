@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
@@ -61,7 +62,6 @@ def run_work(work: Work[Task, Outcome], watcher: Watcher[Outcome], *, n_workers:
     context = _Workers()
     executor = ProcessPoolExecutor(n_workers, mp_context=context, initializer=_start_worker, initargs=(slots,))
     try:
-        # The workers must never see the terminal's Ctrl-C, not even while they start.
         with _interrupts_held():
             futures = {
                 executor.submit(_run_task, work.function, task, number): number
@@ -164,18 +164,25 @@ def _how_it_ended(code: int | None) -> str:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """While workers are started: Ctrl-C is ignored, which they inherit, and SIGTERM waits, or it could cut one's start
-    short."""
+    """While workers are started, Ctrl-C and SIGTERM wait: either could cut one's start short, and none may be lost.
+
+    SIGINT is blocked besides, which the workers inherit: the terminal's Ctrl-C never reaches them.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # signals reach the main thread only, which is not ours to set up
         return
+    resource_tracker.ensure_running()  # starting it unblocks SIGINT, so not in between
     held: list[int] = []
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    terminate = signal.signal(signal.SIGTERM, lambda number, _frame: held.append(number))
+    handlers = {
+        number: signal.signal(number, lambda number, _frame: held.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, interrupt)
-        signal.signal(signal.SIGTERM, terminate)
-        if held:
-            signal.raise_signal(signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # what waited is taken down now
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for waiting in held:
+            signal.raise_signal(waiting)

@@ -82,6 +82,26 @@ def test_workers_ignore_the_terminals_interrupt():
     assert signal.getsignal(signal.SIGINT) is before
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_while_workers_start_is_not_lost(monkeypatch, number):
+    class Struck(ProcessPoolExecutor):
+        def submit(self, *arguments):
+            future = super().submit(*arguments)
+            os.kill(os.getpid(), number)  # between the start of one worker and of the next
+            return future
+
+    monkeypatch.setattr("convert.pool.ProcessPoolExecutor", Struck)
+    before = signal.signal(number, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(square, [3, 4])
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert multiprocessing.active_children() == []
+
+
 def test_a_thread_may_convert_too():
     """Signals are none of its business."""
     found = []
