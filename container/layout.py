@@ -17,6 +17,14 @@ CODEBOOKS_NAME = "codebooks.bin"
 TOKENIZER_NAME = "tokenizer.model"
 TOKENIZER_SOURCES = ("tiktoken.model", "tokenizer.model")  # what releases call it, in order of preference
 SPECIALS_NAME = "specials.json"
+CHAT_NAME = "chat.json"
+VISION_NAME = "vision.json"
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+REPORT_NAME = "report.json"
+USAGE_NAME = "usage.waste"
+# A user may edit the first, the others are no part of the container proper: the manifest holds no checksum of them.
+UNCHECKED_NAMES = (CHAT_NAME, REPORT_NAME, USAGE_NAME)
+BUILD_FOLDER = ".build"  # holds what is not yet part of the container
 
 EXPERT_MAGIC = 0x50584557  # "WEXP"
 CODEBOOK_MAGIC = 0x4B424357  # "WCBK"

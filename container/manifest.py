@@ -7,7 +7,6 @@ and optional on reading, so containers of other writers open too. Unknown keys a
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import string
 from collections import Counter
@@ -33,7 +32,7 @@ from container.layout import (
     TrunkFormat,
     is_plain_file_name,
 )
-from container.strict_json import parse_object
+from container.strict_json import json_bytes, parse_object
 from container.trunk import TrunkSize, trunk_size
 
 MAX_MANIFEST_BYTES = 256 << 20
@@ -217,7 +216,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The bytes of manifest.json."""
-        return json.dumps(self.to_json(), indent=1, ensure_ascii=False).encode() + b"\n"
+        return json_bytes(self.to_json())
 
     @classmethod
     def from_json(cls, raw: Any, where: str = MANIFEST_NAME) -> Manifest:

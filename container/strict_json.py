@@ -1,7 +1,8 @@
-"""JSON from files we do not trust: one object, read the way a strict parser in any language would read it.
+"""JSON read strictly, and written in one way.
 
-Python's parser is lax where others are not: it takes the last of two equal keys, NaN and Infinity, 1e999 as
-infinity, and lone surrogates that no file name and no UTF-8 file can hold. Two readers must never see two meanings.
+Files we do not trust must hold one object, read the way a strict parser in any language would read it. Python's
+parser is lax where others are not: it takes the last of two equal keys, NaN and Infinity, 1e999 as infinity, and lone
+surrogates that no file name and no UTF-8 file can hold. Two readers must never see two meanings.
 """
 
 from __future__ import annotations
@@ -48,3 +49,8 @@ def _finite(text: str) -> float:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
+
+
+def json_bytes(value: Any) -> bytes:
+    """The bytes of a JSON file of ours: UTF-8, keys in the order given, so that equal values give equal bytes."""
+    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"

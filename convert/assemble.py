@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from container.layout import CODEBOOKS_NAME, MANIFEST_NAME, TRUNK_NAME
+from container.layout import (
+    CHAT_NAME,
+    CODEBOOKS_NAME,
+    MANIFEST_NAME,
+    REPORT_NAME,
+    TRUNK_NAME,
+    UNCHECKED_NAMES,
+)
 from container.manifest import FileEntry, Manifest
 from container.model import KINDS
 from container.publish import publish_bytes, publishing, sync_folder
+from container.strict_json import json_bytes
 from convert.build import BuildFolder, FinishedJob
 from convert.plan import ConversionPlan
-from convert.sidecars import CHAT_NAME, Sidecars
-
-REPORT_NAME = "report.json"
-# Editable by the user, or not part of the container proper: no checksum in the manifest.
-UNCHECKED = (CHAT_NAME, REPORT_NAME)
+from convert.sidecars import Sidecars
 
 
 def assemble(
@@ -42,9 +45,9 @@ def assemble(
     for name, data in sidecars.files.items():
         if name != CHAT_NAME or not (output / name).exists():
             publish_bytes(output / name, data)
-        if name not in UNCHECKED:
+        if name not in UNCHECKED_NAMES:
             files[name] = FileEntry.of_bytes(data)
-    publish_bytes(output / REPORT_NAME, _to_bytes(error_report(plan, records)))
+    publish_bytes(output / REPORT_NAME, json_bytes(error_report(plan, records)))
     build.trunk.replace(output / TRUNK_NAME)
     sync_folder(output)
     crc32 = {name: crc for record in records.values() for name, crc in record.trunk_crc32.items()}
@@ -104,7 +107,3 @@ def _clear_gaps(path: Path, plan: ConversionPlan) -> None:
             position = entry.offset + entry.n_bytes
         file.flush()
         os.fsync(file.fileno())
-
-
-def _to_bytes(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=1).encode() + b"\n"

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from container.errors import BuildError, BusyError, FormatError, MismatchError
-from container.layout import MANIFEST_NAME, TRUNK_NAME
+from container.layout import BUILD_FOLDER, MANIFEST_NAME, TRUNK_NAME
 from container.manifest import FileEntry, Manifest
 from container.model import KINDS
 from container.publish import leftovers, publish_bytes, remove_leftovers, sync_folder
 from container.strict_json import parse_object
 from convert.plan import ConversionPlan, JobPlan
 
-BUILD_FOLDER = ".build"
 IDENTITY_NAME = "build.json"
 LOCK_NAME = "lock"
 SHOWN_DIFFERENCES = 20

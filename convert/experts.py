@@ -17,13 +17,14 @@ import numpy.typing as npt
 from container.layout import TILE_ROWS, VEC_DIM
 from container.manifest import FileEntry
 from container.model import KINDS
-from container.publish import publishing
+from container.publish import publish_bytes
 from container.records import CodebookRecord, ExpertRecord
 from container.writer import BankWriter
 from convert.codebooks import SAMPLE_VECTORS, train_codebooks
 from convert.encode import EncodedRows, encode_rows
 from convert.kernels import scale_rows
 from convert.plan import LayerExperts
+from convert.relative_error import RelativeError
 from convert.source import RawRows, SourceTensor
 from convert.timing import Timing
 
@@ -55,22 +56,6 @@ class RawMatrix:
 RawExpert = Mapping[str, RawMatrix]
 
 
-@dataclass
-class _Error:
-    """Squared error and norm, summed in a fixed order."""
-
-    squared_error: float = 0.0
-    squared_norm: float = 0.0
-
-    def add(self, strip: EncodedRows) -> None:
-        self.squared_error += strip.squared_error
-        self.squared_norm += strip.squared_norm
-
-    @property
-    def relative(self) -> float:
-        return (self.squared_error / self.squared_norm) ** 0.5 if self.squared_norm else 0.0
-
-
 @dataclass(frozen=True)
 class WrittenBank:
     """A published bank with its codebooks, and the relative error by kind and overall."""
@@ -96,20 +81,20 @@ class BankJob:
         """Write the codebooks, then the bank; `progress` gets the number of experts done."""
         entries = self._train()
         codebooks = self._write_codebooks(codebooks_path, entries)
-        errors = {kind: _Error() for kind in KINDS}
+        errors = {kind: RelativeError() for kind in KINDS}
         n_experts = self.plan.bank.n_experts
         with BankWriter(bank_path, self.plan.layout, n_experts=n_experts) as writer:
             for expert, encoded in enumerate(self._encoded_experts()):
                 for kind in KINDS:
                     for strip in encoded[kind]:
-                        errors[kind].add(strip)
+                        errors[kind].add(strip.squared_error, strip.squared_norm)
                 with self.timing.step("write"):
                     writer.append(self._record(expert, encoded))
                 progress(expert + 1)
-        total = _Error(
-            sum(error.squared_error for error in errors.values()), sum(error.squared_norm for error in errors.values())
-        )
-        relative = {kind: errors[kind].relative for kind in KINDS} | {"experts": total.relative}
+        total = RelativeError()
+        for error in errors.values():
+            total.add(error.squared_error, error.squared_norm)
+        relative = {kind: errors[kind].value for kind in KINDS} | {"experts": total.value}
         return WrittenBank(writer.entry, codebooks, relative)
 
     def _train(self) -> dict[str, npt.NDArray[np.float16]]:
@@ -157,8 +142,7 @@ class BankJob:
         books = [book for kind in KINDS for book in entries[kind]]
         base = self.plan.bank.codebook_base
         data = b"".join(CodebookRecord(base + n, book).pack() for n, book in enumerate(books))
-        with publishing(path) as file:
-            file.write(data)
+        publish_bytes(path, data)
         return FileEntry.of_bytes(data)
 
     def _encoded_experts(self) -> Iterator[dict[str, list[EncodedRows]]]:

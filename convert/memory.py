@@ -31,5 +31,5 @@ def worker_memory(plan: ConversionPlan) -> int:
         sample = max(expert_bytes, min(SAMPLE_EXPERTS * expert_bytes, SAMPLE_BYTES))
         training = 3 * TRAINING_COPIES * 4 * VEC_DIM * SAMPLE_VECTORS
         in_flight = 2 * (expert_bytes + 3 * layout.stride_bytes)
-        experts = max(sample + training, sample + in_flight)
+        experts = sample + max(training, in_flight)
     return BASE_BYTES + max(trunk, experts)

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from container.errors import SourceError
-from container.layout import SPECIALS_NAME, TOKENIZER_NAME, TOKENIZER_SOURCES
-from container.strict_json import parse_object
+from container.layout import CHAT_NAME, SPECIALS_NAME, TOKENIZER_NAME, TOKENIZER_SOURCES, VISION_NAME
+from container.strict_json import json_bytes, parse_object
 from convert.arch.base import Architecture
-
-CHAT_NAME = "chat.json"  # the user may edit it: never overwritten, never checksummed
 
 # nn.RMSNorm(eps=None) as torch computes it for f32, f16 and bf16 (docs/MODELS.md 4)
 VISION_NORM_EPS = 1.1920929e-7
@@ -72,7 +70,7 @@ def _tokenizer(found: _Collector, tokenizer_config: dict[str, Any] | None) -> No
         raise SourceError(
             f"{found.folder / 'tokenizer_config.json'}: added_tokens_decoder must map ids to objects with `content`"
         ) from None
-    found.files[SPECIALS_NAME] = _to_bytes(sorted(specials, key=lambda special: int(special["id"])))
+    found.files[SPECIALS_NAME] = json_bytes(sorted(specials, key=lambda special: int(special["id"])))
 
 
 def _chat_template(found: _Collector, tokenizer_config: dict[str, Any] | None) -> None:
@@ -88,7 +86,7 @@ def _chat_markers(found: _Collector) -> None:
     specials = {special["text"] for special in json.loads(found.files.get(SPECIALS_NAME, b"[]"))}
     if {"<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>", "<|im_end|>"} <= specials:
         roles = {role: [f"<|im_{role}|>{role}<|im_middle|>", "<|im_end|>"] for role in ("system", "user", "assistant")}
-        found.files[CHAT_NAME] = _to_bytes({**roles, "open": roles["assistant"][0]})
+        found.files[CHAT_NAME] = json_bytes({**roles, "open": roles["assistant"][0]})
     elif {"<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"} <= specials:
         # The markers can express no thinking channel, so the assistant answers in its response channel.
         end = "<|close|>message<|sep|><|end_of_msg|>"
@@ -97,7 +95,7 @@ def _chat_markers(found: _Collector) -> None:
         }
         opened = f"{chat['assistant'][0]}<|open|>response<|sep|>"
         chat["assistant"] = [opened, f"<|close|>response<|sep|>{end}"]
-        found.files[CHAT_NAME] = _to_bytes({**chat, "open": opened})
+        found.files[CHAT_NAME] = json_bytes({**chat, "open": opened})
 
 
 def _vision(found: _Collector, architecture: Architecture) -> None:
@@ -114,7 +112,7 @@ def _vision(found: _Collector, architecture: Architecture) -> None:
         media = {}
     shape |= {key: media[key] for key in MEDIA_KEYS if key in media}
     shape["max_patches"] = MAX_PATCHES
-    found.files["vision.json"] = _to_bytes(shape)
+    found.files[VISION_NAME] = json_bytes(shape)
 
 
 def _json(path: Path) -> dict[str, Any] | None:
@@ -124,7 +122,3 @@ def _json(path: Path) -> dict[str, Any] | None:
         return parse_object(path.read_bytes())
     except ValueError as error:
         raise SourceError(f"{path}: not valid JSON ({error})") from None
-
-
-def _to_bytes(value: Any) -> bytes:
-    return json.dumps(value, indent=1, ensure_ascii=False).encode() + b"\n"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from container.layout import TrunkFormat
 from container.trunk import pack_rows, unpack_rows
 from convert.plan import TrunkSlice
+from convert.relative_error import RelativeError
 from convert.source import RawRows, SourceTensor
 from convert.threads import map_ahead
 from convert.timing import Timing
@@ -52,20 +53,19 @@ def write_tensor(
         return _pack_strip(source, *strip, entry.fmt, timing)
 
     position, crc = entry.offset, 0
-    scales, squared_error, squared_norm = [], 0.0, 0.0
+    scales, error = [], RelativeError()
     for strip in map_ahead(threads, pack, _read_strips(source, timing), ahead=2):
         with timing.step("write"):
             _write(descriptor, strip.values.reshape(-1), position)
             crc = zlib.crc32(strip.values.reshape(-1).data, crc)
         position += strip.values.nbytes
         scales.append(strip.scales)
-        squared_error += strip.squared_error
-        squared_norm += strip.squared_norm
+        error.add(strip.squared_error, strip.squared_norm)
     if entry.scale_offset is not None:
         scale_bytes = np.concatenate(scales).astype("<f2", copy=False).reshape(-1).view(np.uint8)
         _write(descriptor, scale_bytes, entry.scale_offset)
         crc = zlib.crc32(scale_bytes.data, crc)
-    return WrittenTensor(crc, (squared_error / squared_norm) ** 0.5 if squared_norm else 0.0)
+    return WrittenTensor(crc, error.value)
 
 
 def _read_strips(source: SourceTensor, timing: Timing) -> Iterator[tuple[int, RawRows]]:

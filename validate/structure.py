@@ -15,7 +15,20 @@ from pathlib import Path
 from typing import TextIO
 
 from container.errors import ConfigError, FormatError
-from container.layout import CODEBOOKS_NAME, MANIFEST_NAME, SPECIALS_NAME, TOKENIZER_NAME, TRUNK_NAME
+from container.layout import (
+    BUILD_FOLDER,
+    CHAT_NAME,
+    CHAT_TEMPLATE_NAME,
+    CODEBOOKS_NAME,
+    MANIFEST_NAME,
+    REPORT_NAME,
+    SPECIALS_NAME,
+    TOKENIZER_NAME,
+    TRUNK_NAME,
+    UNCHECKED_NAMES,
+    USAGE_NAME,
+    VISION_NAME,
+)
 from container.machine import available_cores
 from container.manifest import Manifest, TrunkEntry
 from container.model import ModelConfig
@@ -37,10 +50,8 @@ from validate.scan import (
 
 # Reading and hashing is bound by the disk well before eight threads.
 MAX_THREADS = 8
-BUILD_FOLDER = ".build"
-JSON_SIDECARS = (SPECIALS_NAME, "chat.json", "vision.json", "report.json")
-OTHER_SIDECARS = (TOKENIZER_NAME, "chat_template.jinja", "usage.waste")
-UNCHECKED = ("chat.json", "report.json", "usage.waste")  # docs/FORMAT.md, files keys
+JSON_SIDECARS = (SPECIALS_NAME, CHAT_NAME, VISION_NAME, REPORT_NAME)
+OTHER_SIDECARS = (TOKENIZER_NAME, CHAT_TEMPLATE_NAME, USAGE_NAME)
 
 
 @dataclass(frozen=True)
@@ -174,7 +185,7 @@ def _note_unchecked(folder: Path, manifest: Manifest, tasks: list[_Task], findin
         findings.note("no checksums in this container, but for those of the expert records")
         return
     for task in tasks:
-        if task.sha256 is None and task.name not in UNCHECKED:
+        if task.sha256 is None and task.name not in UNCHECKED_NAMES:
             findings.note(f"{folder / task.name}: the manifest has no checksum of this file")
 
 
