@@ -23,12 +23,13 @@ F64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """One strip: index bytes in tile order, channel scales, and the strip's part of the error."""
+    """One strip of r rows: index bytes in tile order, channel scales, each row's error, and which entries it uses."""
 
     indices: npt.NDArray[np.uint8]
-    scales: F16Array
-    squared_error: float
-    squared_norm: float
+    scales: F16Array  # [r]
+    squared_errors: F64Array  # [r], ‖w - w'‖²
+    squared_norms: F64Array  # [r], ‖w‖²
+    usage: npt.NDArray[np.int64]  # [stages, entries]: how often each entry is chosen
 
 
 def encode_vectors(vectors: F32Array, entries: F32Array) -> tuple[npt.NDArray[np.uint8], F32Array]:
@@ -52,13 +53,14 @@ def encode_rows(rows: F32Array, entries: F32Array, quant: ExpertQuant) -> Encode
     codes, residual = encode_vectors(rows.reshape(-1, VEC_DIM), entries)
     sums = np.empty((n_rows, 3), dtype=np.float64)
     fit_rows(rows, residual.reshape(n_rows, cols), sums)
-    scales, squared_error, squared_norm = _channel_scales(sums, row_scales)
+    scales, squared_errors, squared_norms = _channel_scales(sums, row_scales)
     indices = pack_indices(codes.reshape(n_rows, cols // VEC_DIM, -1), quant)
-    return EncodedRows(indices, scales, squared_error, squared_norm)
+    usage = np.stack([np.bincount(stage, minlength=entries.shape[1]) for stage in codes.T])
+    return EncodedRows(indices, scales, squared_errors, squared_norms, usage)
 
 
-def _channel_scales(sums: F64Array, scale: F64Array) -> tuple[F16Array, float, float]:
-    """Least-squares channel scales as stored, with the squared error they leave and the squared norm.
+def _channel_scales(sums: F64Array, scale: F64Array) -> tuple[F16Array, F64Array, F64Array]:
+    """Least-squares channel scales as stored, with each row's squared error and squared norm.
 
     With x the scaled row and y its decoded entries, the best factor is Σxy / Σyy; where that is not positive
     (nothing to fit) the row scale stays. Error of a row: scale² Σxx − 2 s·scale Σxy + s² Σyy.
@@ -69,4 +71,4 @@ def _channel_scales(sums: F64Array, scale: F64Array) -> tuple[F16Array, float, f
     stored = stored_scales(scale * factor)
     s = stored.astype(np.float64)
     errors = scale * scale * xx - 2 * s * scale * xy + s * s * yy
-    return stored, float(np.maximum(errors, 0).sum()), float((scale * scale * xx).sum())
+    return stored, np.maximum(errors, 0), scale * scale * xx

@@ -87,7 +87,7 @@ class BankJob:
             for expert, encoded in enumerate(self._encoded_experts()):
                 for kind in KINDS:
                     for strip in encoded[kind]:
-                        errors[kind].add(strip.squared_error, strip.squared_norm)
+                        errors[kind].add(float(strip.squared_errors.sum()), float(strip.squared_norms.sum()))
                 with self.timing.step("write"):
                     writer.append(self._record(expert, encoded))
                 progress(expert + 1)
