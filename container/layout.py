@@ -21,9 +21,10 @@ CHAT_NAME = "chat.json"
 VISION_NAME = "vision.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 REPORT_NAME = "report.json"
+REPORT_PAGE_NAME = "report.html"
 USAGE_NAME = "usage.waste"
 # A user may edit the first, the others are no part of the container proper: the manifest holds no checksum of them.
-UNCHECKED_NAMES = (CHAT_NAME, REPORT_NAME, USAGE_NAME)
+UNCHECKED_NAMES = (CHAT_NAME, REPORT_NAME, REPORT_PAGE_NAME, USAGE_NAME)
 BUILD_FOLDER = ".build"  # holds what is not yet part of the container
 
 EXPERT_MAGIC = 0x50584557  # "WEXP"

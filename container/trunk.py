@@ -2,8 +2,8 @@
 
 Grouped formats hold integer values, rows padded to whole groups of 128, then one f16 scale per group
 (docs/FORMAT.md, trunk.bin): weight = value × scale. The integers are chosen against the scale as it is
-stored, in f16, which is never inf and never 0 under a non-zero weight. So |weight - decoded| is at most half a
-scale, except where the largest f16 scale is too small for the group and its largest weights are clipped.
+stored, in f16, which is never inf and never 0 under a non-zero weight; it may be negative. Where no weight lies beyond
+the range of the integers, |weight - decoded| is at most half a scale; a weight beyond it is clipped.
 """
 
 from __future__ import annotations
@@ -73,19 +73,22 @@ def trunk_size(shape: tuple[int, ...], fmt: TrunkFormat) -> TrunkSize:
     return TrunkSize(rows, groups * GROUPED[fmt].group_bytes, 2 * groups)
 
 
-def pack_rows(rows: F32Array, fmt: TrunkFormat) -> tuple[Bytes, F16Array]:
+def pack_rows(rows: F32Array, fmt: TrunkFormat, scales: F16Array | None = None) -> tuple[Bytes, F16Array]:
     """Weights [rows, cols] f32 → (values [rows, row_bytes] uint8, group scales [rows, groups] f16).
 
-    F32 has no scales: the second array is empty. The weights must be finite; the caller checks, since only
-    it knows the tensor's name.
+    `scales` are the group scales to store, of either sign, finite, 0 only for a group of zeros; by default those of
+    `amax_scales`. F32 has no scales: the second array is empty. The weights must be finite; the caller checks, since
+    only it knows the tensor's name. Raises ValueError for scales of another shape.
     """
     if fmt is TrunkFormat.F32:
         values = np.ascontiguousarray(rows, dtype="<f4").view(np.uint8)
         return values, np.empty((len(rows), 0), dtype=np.float16)
     grouped = GROUPED[fmt]
     groups = _grouped(rows)
-    amax = np.abs(groups).max(axis=-1, initial=0.0)
-    scales = _group_scales(amax, grouped.most)
+    if scales is None:
+        scales = _amax_scales(groups, grouped.most)
+    elif scales.shape != groups.shape[:-1]:
+        raise ValueError(f"{list(scales.shape)} scales do not fit {list(groups.shape[:-1])} groups")
     divisor = np.where(scales == 0, np.float32(1), scales.astype(np.float32))[..., None]
     values_i8 = np.clip(np.rint(groups / divisor), grouped.least, grouped.most).astype(np.int8)
     flat = values_i8.reshape(len(rows), -1)
@@ -109,14 +112,20 @@ def unpack_rows(values: Bytes, scales: F16Array, cols: int, fmt: TrunkFormat) ->
     return cast(F32Array, groups.reshape(len(values), -1)[:, :cols])
 
 
+def amax_scales(rows: F32Array, fmt: TrunkFormat) -> F16Array:
+    """Weights [rows, cols] f32 → the smallest group scales [rows, groups] f16 that clip nothing: amax / 127 or / 7."""
+    return _amax_scales(_grouped(rows), GROUPED[fmt].most)
+
+
 def stored_scales(scales: npt.NDArray[np.floating[Any]]) -> F16Array:
     """Non-negative scales rounded to f16: at most the largest finite f16, and 0 only where the scale is 0."""
     bounded = np.clip(scales, F16_SMALLEST, F16_LARGEST)
     return np.where(scales == 0, np.float32(0), bounded).astype(np.float16)
 
 
-def _group_scales(amax: F32Array, most: int) -> F16Array:
+def _amax_scales(groups: F32Array, most: int) -> F16Array:
     """amax / most in f16; one step up where rounding down (among subnormals) would clip the largest weight."""
+    amax = np.abs(groups).max(axis=-1, initial=0.0)
     scales = stored_scales(amax / np.float32(most))
     too_small = scales.astype(np.float32) * np.float32(most + 0.5) < amax
     return np.where(too_small & (scales < F16_LARGEST), np.nextafter(scales, np.float16(F16_LARGEST)), scales)

@@ -32,6 +32,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the training sample (default: 0)")
     parser.add_argument("--trunk-bits", type=int, default=4, choices=(4, 8), help="bits of the trunk (default: 4)")
+    parser.add_argument(
+        "--quality",
+        choices=("fast", "balanced", "best"),
+        default="balanced",
+        help="less error against speed, in the same bytes (default: balanced)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("vq3r", "vq4p", "vq2r"),
+        default="vq3r",
+        help="of the experts: 3 bits a weight, 3 bits with quicker search, or 2 bits (default: vq3r)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="check and print the plan, write nothing")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return parser
@@ -59,8 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     # imported only now: --help should not wait for compiled kernels, and Ctrl-C while they load is caught
+    from container.layout import EXPERT_QUANTS, ExpertFormat
     from convert import describe, prepare, run
     from convert.options import ConvertOptions, parse_layers
+    from convert.quality import Quality
 
     options = ConvertOptions(
         source=arguments.source,
@@ -69,6 +83,8 @@ def _run(arguments: argparse.Namespace) -> int:
         layers=None if arguments.layers is None else parse_layers(arguments.layers),
         seed=arguments.seed,
         trunk_bits=arguments.trunk_bits,
+        quality=Quality(arguments.quality),
+        quant=EXPERT_QUANTS[ExpertFormat[arguments.format.upper()]],
         dry_run=arguments.dry_run,
     )
     if options.dry_run:

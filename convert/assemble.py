@@ -13,15 +13,17 @@ from container.layout import (
     CODEBOOKS_NAME,
     MANIFEST_NAME,
     REPORT_NAME,
+    REPORT_PAGE_NAME,
     TRUNK_NAME,
     UNCHECKED_NAMES,
 )
 from container.manifest import FileEntry, Manifest
-from container.model import KINDS
 from container.publish import publish_bytes, publishing, sync_folder
 from container.strict_json import json_bytes
 from convert.build import BuildFolder, FinishedJob
 from convert.plan import ConversionPlan
+from convert.report import make_report
+from convert.report_html import report_html
 from convert.sidecars import Sidecars
 
 
@@ -47,7 +49,7 @@ def assemble(
             publish_bytes(output / name, data)
         if name not in UNCHECKED_NAMES:
             files[name] = FileEntry.of_bytes(data)
-    publish_bytes(output / REPORT_NAME, json_bytes(error_report(plan, records)))
+    _publish_report(output, make_report(plan, records, provenance))
     build.trunk.replace(output / TRUNK_NAME)
     sync_folder(output)
     crc32 = {name: crc for record in records.values() for name, crc in record.trunk_crc32.items()}
@@ -66,26 +68,9 @@ def assemble(
     return manifest
 
 
-def error_report(plan: ConversionPlan, records: Mapping[str, FinishedJob]) -> dict[str, Any]:
-    """Relative error per layer and kind, and per trunk tensor (‖w - w'‖ / ‖w‖).
-
-    In the plan's order, whatever the order of the keys in a record: one read back has them sorted.
-    """
-    layers = {
-        str(job.experts.layer): {key: records[job.id].errors["experts"][key] for key in (*KINDS, "experts")}
-        for job in plan.jobs
-        if job.experts is not None
-    }
-    trunk = {
-        item.entry.name: records[job.id].errors["trunk"][item.entry.name] for job in plan.jobs for item in job.trunk
-    }
-    return {"relative_error": {"layers": layers, "trunk": trunk}}
-
-
-def mean_error(records: Mapping[str, FinishedJob]) -> float | None:
-    """Root mean square of the layers' relative errors; None without expert layers."""
-    errors = [record.errors["experts"]["experts"] for record in records.values() if "experts" in record.errors]
-    return (sum(error * error for error in errors) / len(errors)) ** 0.5 if errors else None
+def _publish_report(output: Path, report: Mapping[str, Any]) -> None:
+    publish_bytes(output / REPORT_NAME, json_bytes(report))
+    publish_bytes(output / REPORT_PAGE_NAME, report_html(report).encode())
 
 
 def _publish_codebooks(build: BuildFolder, plan: ConversionPlan) -> FileEntry:

@@ -20,10 +20,11 @@ from typing import Any
 from container.errors import BuildError, BusyError, FormatError, MismatchError
 from container.layout import BUILD_FOLDER, MANIFEST_NAME, TRUNK_NAME
 from container.manifest import FileEntry, Manifest
-from container.model import KINDS
 from container.publish import leftovers, publish_bytes, remove_leftovers, sync_folder
 from container.strict_json import parse_object
+from convert.bank_report import BankFigures
 from convert.plan import ConversionPlan, JobPlan
+from convert.timing import STEPS
 
 IDENTITY_NAME = "build.json"
 LOCK_NAME = "lock"
@@ -38,7 +39,9 @@ class FinishedJob:
     bank: FileEntry | None
     codebooks: FileEntry | None
     trunk_crc32: Mapping[str, int]
-    errors: Mapping[str, Any]
+    trunk_errors: Mapping[str, float]  # tensor -> ‖w - w'‖ / ‖w‖
+    experts: BankFigures | None
+    seconds: Mapping[str, float]  # by step, summed over threads; the one thing here that differs from run to run
 
     def to_json(self) -> dict[str, Any]:
         """The record as it is written."""
@@ -48,15 +51,22 @@ class FinishedJob:
     def from_json(cls, raw: dict[str, Any], job: JobPlan) -> FinishedJob:
         """Raises KeyError, TypeError or ValueError for anything but `job`'s record as `to_json` wrote it."""
         files = {key: FileEntry(**raw[key]) if raw[key] is not None else None for key in ("bank", "codebooks")}
-        record = cls(id=raw["id"], trunk_crc32=raw["trunk_crc32"], errors=raw["errors"], **files)
+        figures = raw["experts"] if job.experts is None else BankFigures.from_json(raw["experts"], job.experts)
+        record = cls(
+            id=raw["id"],
+            trunk_crc32=raw["trunk_crc32"],
+            trunk_errors=raw["trunk_errors"],
+            experts=figures,
+            seconds=raw["seconds"],
+            **files,
+        )
         names = {item.entry.name for item in job.trunk}
-        kinds = {*KINDS, "experts"} if job.experts is not None else set()
         if not (
             record.id == job.id
-            and (record.bank is not None) == (record.codebooks is not None) == (job.experts is not None)
+            and {part is None for part in (record.bank, record.codebooks, record.experts)} == {job.experts is None}
             and _holds(record.trunk_crc32, names, int)
-            and _holds(record.errors["trunk"], names, float)
-            and _holds(record.errors.get("experts", {}), kinds, float)
+            and _holds(record.trunk_errors, names, float)
+            and _holds(record.seconds, set(STEPS), float)
         ):
             raise ValueError(f"not a record of {job.label}")
         return record
@@ -226,7 +236,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _holds(values: Any, keys: set[str], kind: type) -> bool:
-    return isinstance(values, dict) and set(values) == keys and all(type(value) is kind for value in values.values())
+    return (
+        isinstance(values, dict)
+        and set(values) == keys
+        and all(type(value) is kind for value in values.values())
+        and min(values.values(), default=0) >= 0
+    )
 
 
 def _to_bytes(value: Mapping[str, Any]) -> bytes:

@@ -1,57 +1,170 @@
-"""Training residual codebooks: faiss k-means stage after stage, then a joint refinement of all stages.
+"""Training residual codebooks: faiss k-means stage after stage, then all stages together.
 
-k-means fits each stage to what the stages before it left over, but not to what the later ones can repair. So
-a few rounds follow in which the sample is encoded and every stage's entries move to the least-squares best
-place, given the indices and the other stages (block coordinate descent on the joint least-squares problem).
-On Gaussian MXFP4 rows k-means alone, however long, ends above 18.85 %; k-means on a small part of the sample and
-24 such rounds reach 18.8 % within a second (docs/LOG.md, 2026-11-29).
+k-means fits each stage to what the stages before it left over, but not to what the later ones can repair. So rounds
+follow in which the sample is encoded with the very search that the layer will be encoded with, and all entries move to
+their least-squares best places for these codes, rounded to f16 as stored, until the error of vectors held
+out of the sample stops falling. docs/encoding.md has the measured gain of each step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import faiss
 import numpy as np
 import numpy.typing as npt
 
 from container.layout import VEC_DIM, ExpertQuant
-from convert.encode import encode_vectors
-from convert.kernels import move_to_means
+from convert.encode import Encoder
+from convert.kernels import count_pairs, solve_entries
 
 F16Array = npt.NDArray[np.float16]
 F32Array = npt.NDArray[np.float32]
+F64Array = npt.NDArray[np.float64]
 
-# Vectors a training takes. k-means sees the first of them only, and so do the first rounds of refinement.
-SAMPLE_VECTORS = 262_144
+# Of a large sample this part is held out to tell when to stop; a small one is judged by itself.
+HELD_OUT_VECTORS = 32_768
+SMALLEST_HELD_OUT_SAMPLE = 16_384
 K_MEANS_VECTORS = 65_536
 K_MEANS_ITERATIONS = 10
-REFINEMENT_ROUNDS = ((65_536, 12), (262_144, 12))  # (vectors, rounds)
+CHUNK_VECTORS = 16_384
 # Some readers take a subnormal f16 entry for zero, so none is stored; entries are around 0.1 to 3.
 SMALLEST_NORMAL_F16 = np.float16(2.0**-14)
 
 
-def train_codebooks(vectors: F32Array, quant: ExpertQuant, *, seed: int) -> F16Array:
+# Entries move twice as far as the least-squares optimum for the present codes is away, since the next rounds would move
+# them on the same way: half as many rounds. Greedy rounds take one sweep over the stages only, which keeps
+# the stages' order of importance, without which greedy codes are poor.
+STRETCH = 1.0
+GREEDY_SWEEPS, JOINT_SWEEPS = 1, 5
+# (vectors, rounds) before a beam is used, and where greedy search is all there is.
+GREEDY_START = ((65_536, 10), (131_072, 10))
+GREEDY_ALONE = ((65_536, 10), (262_144, 20))
+# (vectors, most rounds); None: the whole sample. A series ends after PATIENCE rounds without an error lower by
+# WORTH_A_ROUND, squared.
+JOINT: tuple[tuple[int | None, int], ...] = ((131_072, 4), (None, 12))
+PATIENCE = 3
+WORTH_A_ROUND = 1e-4
+
+# `map`, or the method of that name of a thread pool: results in the order of the items.
+Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+
+
+def train_codebooks(
+    vectors: F32Array, quant: ExpertQuant, *, seed: int, beam_width: int = 1, parallel: Map = map
+) -> F16Array:
     """Residual codebooks [stages, entries, 8] f16 for `vectors` [n, 8], which must be in random order.
 
     Everything is measured against f16-rounded entries, because those are what is stored. The same vectors and
-    seed give the same codebooks, whatever the threads.
+    seed give the same codebooks, however `parallel` spreads the work.
     """
-    books = np.zeros((quant.n_stages, quant.n_entries, VEC_DIM), dtype=np.float16)
-    for stage in range(quant.n_stages):
-        _, residual = encode_vectors(vectors[:K_MEANS_VECTORS], books[:stage].astype(np.float32))
-        books[stage] = _stored(_k_means(residual, quant.n_entries, seed=seed + stage))
-    for n_vectors, n_rounds in REFINEMENT_ROUNDS:
-        for _ in range(n_rounds):
-            books = _refined(vectors[:n_vectors], books)
+    return refined_codebooks(vectors, initial_codebooks(vectors, quant, seed=seed), quant, beam_width, parallel)
+
+
+def refined_codebooks(
+    vectors: F32Array, books: F16Array, quant: ExpertQuant, beam_width: int, parallel: Map = map
+) -> F16Array:
+    """`books` after all rounds on `vectors`."""
+    greedy = partial(_round, quant=quant, beam_width=1, n_sweeps=GREEDY_SWEEPS, parallel=parallel)
+    for n_vectors, n_rounds in GREEDY_ALONE if beam_width == 1 else GREEDY_START:
+        for left in reversed(range(n_rounds)):
+            books = greedy(vectors[:n_vectors], books, stretch=STRETCH if left else 0)
+    if beam_width > 1:
+        sample, judges = _divided(vectors)
+        for n_joint, at_most in JOINT:
+            books = _refined(sample[:n_joint], judges, books, quant, beam_width, at_most, parallel)
     return books
 
 
-def _refined(vectors: F32Array, books: F16Array) -> F16Array:
-    """One round: encode, then move each stage's entries in turn to where they serve their vectors best."""
-    entries = books.astype(np.float32)
-    codes, residual = encode_vectors(vectors, entries)
-    for stage, book in enumerate(entries):
-        move_to_means(residual, codes, stage, book)
-    return _stored(entries)
+def _divided(vectors: F32Array) -> tuple[F32Array, F32Array]:
+    """The sample, and the vectors held out of it to tell when to stop; a small sample is judged by itself."""
+    n_held_out = min(HELD_OUT_VECTORS, len(vectors) // 8)
+    if len(vectors) < SMALLEST_HELD_OUT_SAMPLE:
+        return vectors, vectors
+    return vectors[n_held_out:], vectors[:n_held_out]
+
+
+def initial_codebooks(vectors: F32Array, quant: ExpertQuant, *, seed: int) -> F16Array:
+    """k-means of each stage on what the stages before leave over: [stages, entries, 8] f16."""
+    books = np.zeros((quant.n_stages, quant.n_entries, VEC_DIM), dtype=np.float16)
+    residual = vectors[:K_MEANS_VECTORS].copy()
+    for stage in range(quant.n_stages):
+        books[stage] = _stored(_k_means(residual, quant.n_entries, seed=seed + stage))
+        book = books[stage].astype(np.float32)
+        codes = Encoder(book[None], quant, beam_width=1).search(residual)
+        residual -= book[codes[:, 0]]
+    return books
+
+
+def _refined(
+    sample: F32Array,
+    judges: F32Array,
+    books: F16Array,
+    quant: ExpertQuant,
+    beam_width: int,
+    at_most: int,
+    parallel: Map,
+) -> F16Array:
+    """The best codebooks of a series of rounds, by the error of `judges`."""
+    lowest = _squared_error(judges, books, quant, beam_width, parallel)
+    best, idle = books, 0
+    for _ in range(at_most):
+        books = _round(sample, books, quant, beam_width, JOINT_SWEEPS, parallel, stretch=STRETCH)
+        error = _squared_error(judges, books, quant, beam_width, parallel)
+        idle = idle + 1 if error > (1 - WORTH_A_ROUND) * lowest else 0
+        if error < lowest:
+            best, lowest = books, error
+        if idle == PATIENCE:
+            break
+    return best
+
+
+def _round(
+    sample: F32Array,
+    books: F16Array,
+    quant: ExpertQuant,
+    beam_width: int,
+    n_sweeps: int,
+    parallel: Map,
+    *,
+    stretch: float,
+) -> F16Array:
+    """Encode the sample, then move all entries towards their least-squares best places, and `stretch` beyond."""
+    encoder = Encoder(books.astype(np.float32), quant, beam_width)
+
+    def statistics(vectors: F32Array) -> tuple[npt.NDArray[np.int32], F64Array]:
+        counts = np.zeros((quant.n_stages, quant.n_stages, quant.n_entries, quant.n_entries), dtype=np.int32)
+        sums = np.zeros(books.shape, dtype=np.float64)
+        count_pairs(vectors, encoder.search(vectors), counts, sums)
+        return counts, sums
+
+    counts: Any = 0
+    sums: Any = 0
+    for chunk_counts, chunk_sums in parallel(statistics, _chunks(sample)):
+        counts = counts + chunk_counts
+        sums = sums + chunk_sums
+    before = books.astype(np.float64)
+    entries = before.copy()
+    solve_entries(counts, sums, entries, n_sweeps)
+    return _stored((entries + stretch * (entries - before)).astype(np.float32))
+
+
+def _squared_error(vectors: F32Array, books: F16Array, quant: ExpertQuant, beam_width: int, parallel: Map) -> float:
+    """Σ |x - its code's entries|² over all vectors."""
+    encoder = Encoder(books.astype(np.float32), quant, beam_width)
+
+    def error(part: F32Array) -> float:
+        codes = encoder.search(part)
+        decoded = sum(entries[codes[:, stage]] for stage, entries in enumerate(encoder.entries))
+        return float(np.square(part - decoded, dtype=np.float64).sum())
+
+    return sum(parallel(error, _chunks(vectors)))
+
+
+def _chunks(vectors: F32Array) -> list[F32Array]:
+    return [vectors[start : start + CHUNK_VECTORS] for start in range(0, len(vectors), CHUNK_VECTORS)]
 
 
 def _stored(entries: F32Array) -> F16Array:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from container.layout import REPORT_PAGE_NAME
 from container.progress import duration, size
 from convert.run import Summary
 
@@ -56,6 +57,7 @@ def summary_text(summary: Summary, output: Path) -> str:
         lines.append(f"relative error of the experts: {100 * summary.relative_error:.2f} %")
     lines += [f"note: {note}" for note in summary.notes]
     if summary.complete:
+        lines.append(f"report: {output / REPORT_PAGE_NAME}")
         lines.append(f"{output} is complete: {size(summary.container_bytes)}")
     else:
         lines.append(f"{summary.n_jobs_left} job(s) left: run the same command without --layers to finish")

@@ -1,7 +1,7 @@
-"""Encoding rows of an expert matrix: scale, search stage by stage, refit the channel scale.
+"""Encoding rows of an expert matrix: scale, search, refit the channel scale.
 
-Greedy residual search over the f16-rounded entries: what is stored is what is searched. A strip of whole tiles
-is encoded at a time, so strips can run on several threads and the result does not depend on how many.
+The search is over the f16-rounded entries: what is stored is what is searched. A strip of whole tiles is encoded
+at a time, so strips can run on several threads and the result does not depend on how many.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import numpy.typing as npt
 from container.indices import pack_indices
 from container.layout import VEC_DIM, ExpertQuant
 from container.trunk import stored_scales
-from convert.kernels import encode_residual, fit_rows, scale_rows
+from convert.beam import BeamTables, beam_search
+from convert.greedy import greedy_search
+from convert.kernels import fit_rows, scale_rows
 
+Codes = npt.NDArray[np.uint8]
 F16Array = npt.NDArray[np.float16]
 F32Array = npt.NDArray[np.float32]
 F64Array = npt.NDArray[np.float64]
@@ -32,31 +35,39 @@ class EncodedRows:
     usage: npt.NDArray[np.int64]  # [stages, entries]: how often each entry is chosen
 
 
-def encode_vectors(vectors: F32Array, entries: F32Array) -> tuple[npt.NDArray[np.uint8], F32Array]:
-    """Greedy residual search in `entries` [stages, n, 8]: codes [n, stages] and what they leave over [n, 8]."""
-    codes = np.empty((len(vectors), len(entries)), dtype=np.uint8)
-    residual = np.empty_like(vectors)
-    encode_residual(vectors, entries, codes, residual)
-    return codes, residual
+class Encoder:
+    """The codebooks of one kind, ready to encode."""
 
+    def __init__(self, entries: F32Array, quant: ExpertQuant, beam_width: int) -> None:
+        """`entries` [stages, n, 8] are f16-rounded; `beam_width` 1 is greedy search."""
+        self.entries = entries
+        self.quant = quant
+        self.beam_width = beam_width
+        self._tables = BeamTables.of(entries) if beam_width > 1 else None
 
-def encode_rows(rows: F32Array, entries: F32Array, quant: ExpertQuant) -> EncodedRows | int:
-    """Encode `rows` [r, cols] (overwritten) with `entries` [stages, n, 8], f16-rounded.
+    def search(self, vectors: F32Array) -> Codes:
+        """Codes [n, stages] of `vectors` [n, 8], row-scaled."""
+        if self._tables is None:
+            return greedy_search(vectors, self.entries)
+        return beam_search(vectors, self._tables, self.beam_width)
 
-    Returns the number of the first row with NaN or infinity instead, when there is one.
-    """
-    n_rows, cols = rows.shape
-    row_scales = np.empty(n_rows, dtype=np.float64)
-    bad = scale_rows(rows, row_scales)
-    if bad >= 0:
-        return int(bad)
-    codes, residual = encode_vectors(rows.reshape(-1, VEC_DIM), entries)
-    sums = np.empty((n_rows, 3), dtype=np.float64)
-    fit_rows(rows, residual.reshape(n_rows, cols), sums)
-    scales, squared_errors, squared_norms = _channel_scales(sums, row_scales)
-    indices = pack_indices(codes.reshape(n_rows, cols // VEC_DIM, -1), quant)
-    usage = np.stack([np.bincount(stage, minlength=entries.shape[1]) for stage in codes.T])
-    return EncodedRows(indices, scales, squared_errors, squared_norms, usage)
+    def encode_rows(self, rows: F32Array) -> EncodedRows | int:
+        """Encode `rows` [r, cols], which are overwritten.
+
+        Returns the number of the first row with NaN or infinity instead, when there is one.
+        """
+        n_rows, cols = rows.shape
+        row_scales = np.empty(n_rows, dtype=np.float64)
+        bad = scale_rows(rows, row_scales)
+        if bad >= 0:
+            return int(bad)
+        codes = self.search(rows.reshape(-1, VEC_DIM))
+        sums = np.empty((n_rows, 3), dtype=np.float64)
+        fit_rows(rows, codes, self.entries, sums)
+        scales, squared_errors, squared_norms = _channel_scales(sums, row_scales)
+        indices = pack_indices(codes.reshape(n_rows, cols // VEC_DIM, -1), self.quant)
+        usage = np.stack([np.bincount(stage, minlength=self.quant.n_entries) for stage in codes.T])
+        return EncodedRows(indices, scales, squared_errors, squared_norms, usage)
 
 
 def _channel_scales(sums: F64Array, scale: F64Array) -> tuple[F16Array, F64Array, F64Array]:

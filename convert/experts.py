@@ -6,10 +6,11 @@ second read is never needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,12 @@ from container.model import KINDS
 from container.publish import publish_bytes
 from container.records import CodebookRecord, ExpertRecord
 from container.writer import BankWriter
-from convert.codebooks import SAMPLE_VECTORS, train_codebooks
-from convert.encode import EncodedRows, encode_rows
+from convert.bank_report import BankFigures, BankReport
+from convert.codebooks import initial_codebooks, refined_codebooks
+from convert.encode import EncodedRows, Encoder
 from convert.kernels import scale_rows
 from convert.plan import LayerExperts
-from convert.relative_error import RelativeError
+from convert.quality import Effort
 from convert.source import RawRows, SourceTensor
 from convert.timing import Timing
 
@@ -58,11 +60,11 @@ RawExpert = Mapping[str, RawMatrix]
 
 @dataclass(frozen=True)
 class WrittenBank:
-    """A published bank with its codebooks, and the relative error by kind and overall."""
+    """A published bank with its codebooks, and the figures of its encoding."""
 
     bank: FileEntry
     codebooks: FileEntry
-    errors: Mapping[str, float]
+    figures: BankFigures
 
 
 @dataclass
@@ -74,28 +76,24 @@ class BankJob:
     threads: ThreadPoolExecutor
     timing: Timing
     seed: int
-    entries: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # kind -> [stages, n, 8]
+    effort: Effort
+    encoders: dict[str, Encoder] = field(default_factory=dict)  # by kind
     kept: dict[int, RawExpert] = field(default_factory=dict)
 
     def run(self, bank_path: Path, codebooks_path: Path, progress: Callable[[int], None]) -> WrittenBank:
         """Write the codebooks, then the bank; `progress` gets the number of experts done."""
         entries = self._train()
         codebooks = self._write_codebooks(codebooks_path, entries)
-        errors = {kind: RelativeError() for kind in KINDS}
+        report = BankReport(self.plan)
         n_experts = self.plan.bank.n_experts
         with BankWriter(bank_path, self.plan.layout, n_experts=n_experts) as writer:
             for expert, encoded in enumerate(self._encoded_experts()):
                 for kind in KINDS:
-                    for strip in encoded[kind]:
-                        errors[kind].add(float(strip.squared_errors.sum()), float(strip.squared_norms.sum()))
+                    report.add(expert, kind, encoded[kind])
                 with self.timing.step("write"):
                     writer.append(self._record(expert, encoded))
                 progress(expert + 1)
-        total = RelativeError()
-        for error in errors.values():
-            total.add(error.squared_error, error.squared_norm)
-        relative = {kind: errors[kind].value for kind in KINDS} | {"experts": total.value}
-        return WrittenBank(writer.entry, codebooks, relative)
+        return WrittenBank(writer.entry, codebooks, report.figures())
 
     def _train(self) -> dict[str, npt.NDArray[np.float16]]:
         """Codebooks by kind, trained on rows drawn from a seeded choice of experts."""
@@ -106,29 +104,40 @@ class BankJob:
         self.kept = {expert: self._read(expert) for expert in drawn}
         samples = {kind: self._sample(kind, random) for kind in KINDS}
         seeds = {kind: int(random.integers(1 << 30)) for kind in KINDS}
-        futures = {
-            kind: self.threads.submit(self._train_kind, samples.pop(kind), seeds[kind]) for kind in list(samples)
-        }
-        entries = {kind: future.result() for kind, future in futures.items()}
-        self.entries = {kind: entries[kind].astype(np.float32) for kind in KINDS}
-        return entries
+        quant, effort = self.plan.layout.quant, self.effort
 
-    def _train_kind(self, vectors: npt.NDArray[np.float32], seed: int) -> npt.NDArray[np.float16]:
-        with self.timing.step("train"):
-            return train_codebooks(vectors, self.plan.layout.quant, seed=seed)
+        def initial(kind: str) -> npt.NDArray[np.float16]:
+            return initial_codebooks(samples[kind], quant, seed=seeds[kind])
+
+        books = dict(zip(KINDS, self._timed_map(initial, KINDS), strict=True))
+        for kind in KINDS:
+            books[kind] = refined_codebooks(
+                samples.pop(kind), books[kind], quant, effort.training_width, self._timed_map
+            )
+        self.encoders = {kind: Encoder(books[kind].astype(np.float32), quant, effort.beam_width) for kind in KINDS}
+        return books
+
+    def _timed_map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterable[Any]:
+        """Training's map over the threads."""
+
+        def timed(item: Any) -> Any:
+            with self.timing.step("train"):
+                return function(item)
+
+        return self.threads.map(timed, items)
 
     def _sample(self, kind: str, random: np.random.Generator) -> npt.NDArray[np.float32]:
         """Row-scaled vectors [n, 8] of one kind in random order, from the kept experts."""
         rows, cols = self.plan.layout.shapes[kind]
         groups = -(-rows // DRAWN_ROWS)
-        wanted = -(-SAMPLE_VECTORS * VEC_DIM // (cols * len(self.kept) * DRAWN_ROWS))
+        wanted = -(-self.effort.sample_vectors * VEC_DIM // (cols * len(self.kept) * DRAWN_ROWS))
         parts = []
         for matrices in self.kept.values():
             for group in random.choice(groups, min(groups, wanted), replace=False):
                 first = int(group) * DRAWN_ROWS
                 parts.append(self._scaled_vectors(matrices[kind], first, min(rows, first + DRAWN_ROWS)))
         vectors = np.concatenate(parts)
-        return vectors[random.permutation(len(vectors))[:SAMPLE_VECTORS]]
+        return vectors[random.permutation(len(vectors))[: self.effort.sample_vectors]]
 
     def _scaled_vectors(self, matrix: RawMatrix, start: int, stop: int) -> npt.NDArray[np.float32]:
         with self.timing.step("dequantise"):
@@ -171,7 +180,7 @@ class BankJob:
         with self.timing.step("dequantise"):
             rows = matrix.rows(start, stop)
         with self.timing.step("encode"):
-            encoded = encode_rows(rows, self.entries[kind], self.plan.layout.quant)
+            encoded = self.encoders[kind].encode_rows(rows)
         if isinstance(encoded, int):
             raise matrix.source.bad_weight(start + encoded, rows)
         return encoded

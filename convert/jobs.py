@@ -20,6 +20,7 @@ from convert.arch.base import ExpertNames
 from convert.build import BuildFolder, FinishedJob, publish_record
 from convert.experts import BankJob
 from convert.plan import JobPlan, LayerExperts, TrunkSlice
+from convert.quality import Effort
 from convert.source import SourceTensor
 from convert.threads import worker_threads
 from convert.timing import Timing
@@ -40,6 +41,7 @@ class JobInput:
     weight_map: Mapping[str, str]  # of this job's tensor parts only
     expert_names: ExpertNames
     seed: int
+    effort: Effort
     n_threads: int
 
 
@@ -48,7 +50,6 @@ class JobOutcome:
     """What a worker reports back; only `record` is kept on disk."""
 
     record: FinishedJob
-    seconds: Mapping[str, float]  # by step, summed over threads
     peak_bytes: int  # the worker's peak resident memory so far
 
 
@@ -75,26 +76,26 @@ def convert_job(job: JobInput, progress: Progress) -> JobOutcome:
     threads = worker_threads(job.n_threads)
     try:
         trunk = _write_trunk(job, checkpoint, build, threads, timing)
-        errors: dict[str, object] = {"trunk": {name: written.relative_error for name, written in trunk.items()}}
-        bank = codebooks = None
+        bank = codebooks = figures = None
         if job.plan.experts is not None:
             written = _bank_job(job, job.plan.experts, checkpoint, threads, timing).run(
                 job.output / job.plan.experts.bank.file, build.codebooks(job.plan.id), progress
             )
-            bank, codebooks = written.bank, written.codebooks
-            errors["experts"] = dict(written.errors)
+            bank, codebooks, figures = written.bank, written.codebooks, written.figures
         record = FinishedJob(
             id=job.plan.id,
             bank=bank,
             codebooks=codebooks,
             trunk_crc32={name: written.crc32 for name, written in trunk.items()},
-            errors=errors,
+            trunk_errors={name: written.relative_error for name, written in trunk.items()},
+            experts=figures,
+            seconds=timing.seconds,
         )
         publish_record(build.record(job.plan.id), record)
     finally:
         threads.shutdown(cancel_futures=True)
         checkpoint.close()
-    return JobOutcome(record=record, seconds=timing.seconds, peak_bytes=peak_memory())
+    return JobOutcome(record=record, peak_bytes=peak_memory())
 
 
 def _write_trunk(
@@ -120,7 +121,9 @@ def _bank_job(
         name = job.expert_names.source(experts.layer, expert, kind)
         return SourceTensor.open(checkpoint, name, experts.layout.shapes[kind])
 
-    return BankJob(plan=experts, open_matrix=open_matrix, threads=threads, timing=timing, seed=job.seed)
+    return BankJob(
+        plan=experts, open_matrix=open_matrix, threads=threads, timing=timing, seed=job.seed, effort=job.effort
+    )
 
 
 def prove_job(plan: JobPlan, output: Path) -> FinishedJob | str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from container.layout import VEC_DIM
-from convert.codebooks import SAMPLE_VECTORS
 from convert.experts import SAMPLE_BYTES, SAMPLE_EXPERTS
 from convert.plan import ConversionPlan
+from convert.quality import LARGEST_SAMPLE_VECTORS
 from convert.trunk import STRIP_WEIGHTS
 
 # Interpreter, numpy, faiss and compiled kernels (measured: 0.20 GiB), and what allocators keep.
@@ -29,7 +29,7 @@ def worker_memory(plan: ConversionPlan) -> int:
     for layout in layouts[:1]:  # all layers have the same shapes
         expert_bytes = SOURCE_BYTES_PER_WEIGHT * sum(math.prod(shape) for shape in layout.shapes.values())
         sample = max(expert_bytes, min(SAMPLE_EXPERTS * expert_bytes, SAMPLE_BYTES))
-        training = 3 * TRAINING_COPIES * 4 * VEC_DIM * SAMPLE_VECTORS
+        training = 3 * TRAINING_COPIES * 4 * VEC_DIM * LARGEST_SAMPLE_VECTORS
         in_flight = 2 * (expert_bytes + 3 * layout.stride_bytes)
         experts = sample + max(training, in_flight)
     return BASE_BYTES + max(trunk, experts)

@@ -8,6 +8,7 @@ from pathlib import Path
 from container.errors import UsageError, shown
 from container.layout import VQ3R, ExpertQuant
 from container.model import MAX_LAYERS
+from convert.quality import Quality
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class ConvertOptions:
     seed: int = 0
     trunk_bits: int = 4
     quant: ExpertQuant = VQ3R
+    quality: Quality = Quality.BALANCED
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -39,7 +41,12 @@ class ConvertOptions:
     @property
     def shaping(self) -> dict[str, object]:
         """The options that decide the container's bytes, under their command-line names."""
-        return {"seed": self.seed, "trunk_bits": self.trunk_bits, "format": self.quant.fmt.name}
+        return {
+            "seed": self.seed,
+            "trunk_bits": self.trunk_bits,
+            "format": self.quant.fmt.name,
+            "quality": self.quality.value,
+        }
 
 
 def parse_layers(text: str) -> frozenset[int]:

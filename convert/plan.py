@@ -93,7 +93,7 @@ class ConversionPlan:
 
     @property
     def file_bytes(self) -> dict[str, int]:
-        """Exact size of every file but the manifest, the report and the sidecars, which are small."""
+        """Exact size of every file but the manifest, the reports and the sidecars, which are small."""
         sizes = {bank.file: bank.n_bytes for bank in self.banks.values()}
         return {**sizes, TRUNK_NAME: self.trunk_bytes, CODEBOOKS_NAME: self.codebooks_bytes}
 

@@ -13,7 +13,8 @@ from container.errors import BuildError, PreflightError
 from container.machine import free_disk
 from container.manifest import Manifest
 from container.progress import ProgressReport, size
-from convert.assemble import assemble, mean_error
+from convert.assemble import assemble
+from convert.bank_report import EXPERTS
 from convert.build import BuildFolder, FinishedJob
 from convert.jobs import JobInput, JobOutcome, Progress, convert_job, prove_job
 from convert.options import ConvertOptions
@@ -22,6 +23,7 @@ from convert.pool import Watcher, Work, run_work
 from convert.preflight import check_machine
 from convert.prepare import Prepared, absent_shards, prepare
 from convert.provenance import provenance
+from convert.report import mean_error
 from convert.timing import add_seconds
 
 
@@ -100,7 +102,7 @@ def _build(
         assemble(build, prepared.plan, records, prepared.sidecars, identity)
     step_seconds: dict[str, float] = {}
     for outcome in outcomes:
-        add_seconds(step_seconds, outcome.seconds)
+        add_seconds(step_seconds, outcome.record.seconds)
     return Summary(
         complete=not left,
         already_complete=False,
@@ -166,6 +168,7 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
             weight_map=prepared.source.weight_maps[job.id],
             expert_names=prepared.plan.architecture.experts,
             seed=options.seed,
+            effort=options.quality.effort,
             n_threads=prepared.threads_per_worker(n_workers),
         )
         for job in todo
@@ -177,8 +180,8 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
     def done(number: int, outcome: JobOutcome) -> None:
         outcomes.append(outcome)
         report.update(number, 1.0)
-        experts = outcome.record.errors.get("experts")
-        error = f", relative error {100 * experts['experts']:.2f} %" if experts else ""
+        figures = outcome.record.experts
+        error = f", relative error {100 * figures.errors[EXPERTS]:.2f} %" if figures else ""
         report.say(f"{todo[number].label}: done{error}")
 
     def tick(slots: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from container.layout import TrunkFormat
 from container.trunk import pack_rows, unpack_rows
+from convert.group_scales import searched_scales
 from convert.plan import TrunkSlice
 from convert.relative_error import RelativeError
 from convert.source import RawRows, SourceTensor
@@ -84,7 +85,8 @@ def _pack_strip(source: SourceTensor, start: int, raw: RawRows, fmt: TrunkFormat
     if not finite.all():
         raise source.bad_weight(start + int(np.argmin(finite.all(axis=1))), rows)
     with timing.step("encode"):
-        values, scales = pack_rows(rows, fmt)
+        searched = None if fmt is TrunkFormat.F32 else searched_scales(rows, fmt)
+        values, scales = pack_rows(rows, fmt, searched)
         error = unpack_rows(values, scales, rows.shape[1], fmt) - rows
         squared_error = float(np.square(error, dtype=np.float64).sum())
         squared_norm = float(np.square(rows, dtype=np.float64).sum())

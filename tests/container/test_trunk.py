@@ -5,9 +5,10 @@ import math
 import numpy as np
 import pytest
 from hypothesis import example, given
+from hypothesis import strategies as st
 
 from container.layout import GROUP_SIZE, TrunkFormat
-from container.trunk import F16_LARGEST, GROUPED, pack_rows, stored_scales, trunk_size, unpack_rows
+from container.trunk import F16_LARGEST, GROUPED, amax_scales, pack_rows, stored_scales, trunk_size, unpack_rows
 from tests import strategies
 
 grouped_formats = pytest.mark.parametrize("fmt", list(GROUPED))
@@ -24,9 +25,10 @@ def per_group(rows: np.ndarray) -> np.ndarray:
 @example(rows=np.full((1, 1), 1e-45, dtype=np.float32))  # the smallest subnormal
 @example(rows=np.full((1, 129), 1e38, dtype=np.float32))
 @example(rows=np.array([[127 * 1.49 * 2.0**-24, -1e-6]], dtype=np.float32))  # the nearest f16 scale is far too small
-def test_error_is_at_most_half_a_scale(fmt, rows):
+def test_error_is_at_most_half_an_amax_scale(fmt, rows):
     values, scales = pack_rows(rows, fmt)
     assert np.isfinite(scales).all()
+    np.testing.assert_array_equal(scales, amax_scales(rows, fmt))
     decoded = unpack_rows(values, scales, rows.shape[1], fmt)
     assert decoded.shape == rows.shape
     assert decoded.dtype == np.float32
@@ -78,6 +80,40 @@ def test_normal_weights_lose_what_the_bits_cost(fmt):
     decoded = unpack_rows(*pack_rows(rows, fmt), 512, fmt)
     error = math.sqrt(float(((rows - decoded) ** 2).sum() / (rows**2).sum()))
     assert error < {TrunkFormat.Q8G: 0.0070, TrunkFormat.Q4G: 0.125}[fmt]
+
+
+@given(rows=strategies.weights(), seed=st.integers(0, 2**32 - 1))
+@grouped_formats
+def test_integers_are_the_nearest_under_any_scale(fmt, rows, seed):
+    """Scales of either sign, also far too small: what lies beyond the range ends at its end."""
+    grouped, rng = GROUPED[fmt], np.random.default_rng(seed)
+    given_scales = (amax_scales(rows, fmt) * rng.choice([-1, -0.25, 0.5, 1], (len(rows), 1))).astype(np.float16)
+    values, scales = pack_rows(rows, fmt, given_scales)
+    np.testing.assert_array_equal(scales, given_scales)
+    wanted, step = per_group(rows), scales.astype(np.float64)[..., None]
+    found = per_group(unpack_rows(values, scales, rows.shape[1], fmt))
+    lowest, highest = np.sort([grouped.least * step, grouped.most * step], axis=0)
+    usable = step[..., 0] != 0
+    nearest = np.abs(np.clip(wanted, lowest, highest) - found) <= 0.5000001 * np.abs(step)
+    assert nearest[usable].all()
+
+
+def test_bytes_under_a_negative_scale():
+    row = np.zeros((1, 128), dtype=np.float32)
+    row[0, :6] = [4, -3.5, 0.5, -0.5, 9, -9]  # -8, 7, -1, 1, and both ends
+    values, scales = pack_rows(row, TrunkFormat.Q4G, np.array([[-0.5]], dtype=np.float16))
+    assert values.tobytes() == bytes.fromhex("f0 97 f0") + b"\x88" * 61
+    assert scales.tobytes() == bytes.fromhex("00b8")
+    assert unpack_rows(values, scales, 6, TrunkFormat.Q4G).tolist() == [[4, -3.5, 0.5, -0.5, 4, -3.5]]
+    values, _ = pack_rows(row, TrunkFormat.Q8G, np.array([[-0.5]], dtype=np.float16))
+    assert values.tobytes() == bytes.fromhex("f8 07 ff 01 ee 12") + bytes(122)
+
+
+@grouped_formats
+def test_scales_of_another_shape_are_refused(fmt):
+    rows = np.ones((2, 256), dtype=np.float32)
+    with pytest.raises(ValueError, match=r"\[1, 2\] scales do not fit \[2, 2\] groups"):
+        pack_rows(rows, fmt, np.ones((1, 2), dtype=np.float16))
 
 
 @given(rows=strategies.weights())

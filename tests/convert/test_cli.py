@@ -93,7 +93,10 @@ def test_a_run_for_people(tmp_path, k3):
     assert_same(tmp_path / "out", k3.files)
     for text in ("603,656 weights in ", "peak memory of a worker: ", "time: read ", "relative error of the experts: "):
         assert text in done.stdout
-    assert done.stdout.splitlines()[-1] == f"{tmp_path / 'out'} is complete: 1.1 MiB"
+    assert done.stdout.splitlines()[-2:] == [
+        f"report: {tmp_path / 'out' / 'report.html'}",
+        f"{tmp_path / 'out'} is complete: 1.1 MiB",
+    ]
     assert "layer 1: done, relative error" in done.stderr
     assert "layer" not in done.stdout  # results here, progress there
 

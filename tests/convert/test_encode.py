@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from container.indices import unpack_indices
 from container.layout import VQ2R, VQ3R, VQ4P, ExpertQuant
 from convert.codebooks import train_codebooks
-from convert.encode import EncodedRows, encode_rows
+from convert.encode import EncodedRows, Encoder
 from tests.convert import oracle
 
 QUANTS = {quant.fmt.name: quant for quant in (VQ3R, VQ2R, VQ4P)}
@@ -28,8 +28,8 @@ def quant_books(request) -> tuple[ExpertQuant, np.ndarray]:
     return quant, train_codebooks(gaussian(4096, 8, seed=1), quant, seed=0)
 
 
-def encode(rows: np.ndarray, quant: ExpertQuant, books: np.ndarray) -> EncodedRows:
-    encoded = encode_rows(rows.copy(), books.astype(np.float32), quant)
+def encode(rows: np.ndarray, quant: ExpertQuant, books: np.ndarray, beam_width: int = 1) -> EncodedRows:
+    encoded = Encoder(books.astype(np.float32), quant, beam_width).encode_rows(rows.copy())
     assert isinstance(encoded, EncodedRows)
     return encoded
 
@@ -130,7 +130,7 @@ def test_a_bad_row_is_numbered(value):
     rows = gaussian(5, 16)
     rows[3, 2] = value
     books = np.zeros((3, 256, 8), dtype=np.float32)
-    assert encode_rows(rows, books, VQ3R) == 3
+    assert Encoder(books, VQ3R, beam_width=1).encode_rows(rows) == 3
 
 
 def test_books_that_fit_nothing_are_survived():

@@ -24,7 +24,7 @@ import convert.run
 from container.errors import BuildError
 from container.layout import MANIFEST_NAME
 from convert.options import ConvertOptions
-from tests.convert.small import contents, serial_work
+from tests.convert.small import contents, differences, serial_work
 
 MAX_STEPS = 500
 ONLY_FULL = ("unlink", "rmdir")  # a full disk does not hinder these
@@ -136,9 +136,13 @@ def attempt(source: Path, output: Path, mode: str, number: int) -> str | None:
 
 def check_state(output: Path, expected: dict[str, bytes]) -> None:
     """Every file under its final name is whole, and with the manifest there are all of them."""
-    for name, data in contents(output).items():
-        if not name.startswith(".build/") and not name.endswith(".tmp"):
-            assert data == expected[name], name
+    final = {
+        name: data
+        for name, data in contents(output).items()
+        if not name.startswith(".build/") and not name.endswith(".tmp")
+    }
+    different = differences(final, {name: expected[name] for name in final})
+    assert not different, different
     if (output / MANIFEST_NAME).exists():
         assert expected.keys() <= contents(output).keys()
 
@@ -157,8 +161,7 @@ def every_step(source: Path, folder: Path, mode: str) -> list[str]:
         check_state(output, expected)
         status, text = forked(lambda output=output: run(source, output))  # type: ignore[misc]
         assert (status, text) == (0, ""), (label, text)
-        found = contents(output)
-        different = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        different = differences(contents(output), expected)
         assert not different, (label, different)
         shutil.rmtree(output)
     raise AssertionError(f"more than {MAX_STEPS} steps")

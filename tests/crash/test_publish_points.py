@@ -18,7 +18,8 @@ PUBLISHED = [
     "rename to build.json", "fsync trunk.bin", "rename to done-outside.json", "rename to done-L0.json",
     "rename to codebooks-L1.bin", "rename to experts-L1.bin", "rename to done-L1.json", "rename to codebooks.bin",
     "rename to tokenizer.model", "rename to specials.json", "rename to chat.json", "rename to vision.json",
-    "rename to report.json", "rename to trunk.bin", "rename to manifest.json", "unlink build.json", "rmdir .build",
+    "rename to report.json", "rename to report.html", "rename to trunk.bin", "rename to manifest.json",
+    "unlink build.json", "rmdir .build",
 ]  # fmt: skip
 
 
@@ -55,6 +56,7 @@ def test_every_step(tmp_path, mode):
     ("label", "n_jobs"),
     [
         ("rename to done-L1.json", 2),
+        ("rename to report.html", 0),
         ("rename to trunk.bin", 0),
         ("rename to manifest.json", 0),  # trunk.bin stands under its final name already
         ("unlink build.json", 0),

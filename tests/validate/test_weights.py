@@ -27,6 +27,7 @@ from tests.checkpoints import kimi_linear_config, logical_tensor
 from tests.validate.conftest import Converted, converted
 from tests.validate.damage import edit_manifest, layout_of, overwrite, seal
 from validate import weights as weights_module
+from validate.render import report_text
 from validate.report import Findings, KindError, Report, StructureReport, TensorError, WeightsReport
 from validate.weights import check_weights, difference, evenly_spread
 
@@ -76,7 +77,7 @@ def test_a_conversion_is_within_its_bounds(request, which):
         assert 0.05 < report.kinds[kind].relative_error <= report.kinds[kind].worst < 0.20
     assert report.kinds["F32"].relative_error == report.kinds["F32"].worst == 0
     assert 0.005 < report.kinds["Q8G"].relative_error < 0.008
-    assert 0.11 < report.kinds["Q4G"].relative_error < 0.13
+    assert 0.09 < report.kinds["Q4G"].relative_error < 0.105
     trunk = sum(math.prod(entry.shape) for entry in manifest.trunk)
     assert sum(report.kinds[fmt].n_weights for fmt in ("F32", "Q8G", "Q4G")) == trunk
 
@@ -161,12 +162,12 @@ def test_an_infinite_error_is_null_in_json():
     tensor = TensorError(name="t", kind="trunk", fmt="F32", relative_error=math.inf)
     weights = WeightsReport(ok=False, tensors=[tensor], kinds={"F32": kind}, seconds=0.0)
     report = Report(
-        container="c", structure=StructureReport(ok=True), weights=weights, logits=None, findings=Findings()
+        container="c", structure=StructureReport(ok=True), weights=weights, logits=None, text=None, findings=Findings()
     )
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))["weights"]
     assert found["tensors"][0]["relative_error"] is None
     assert found["relative_error"] == {"F32": None}
-    assert "worst: t (F32) inf%" in report.to_text()
+    assert "worst: t (F32) inf%" in report_text(report)
 
 
 def test_a_zero_source_tensor_must_stay_zero(kimi_linear, tmp_path):
