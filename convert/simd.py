@@ -212,12 +212,91 @@ def transpose(typing_context: Any, source: Any, source_index: Any, target: Any, 
         ]
         for _ in range(4):
             rows = [builder.shuffle_vector(rows[i], rows[i + half], order) for i in range(half) for order in halves]
-        for j, row in enumerate(rows):
-            index = builder.add(target_index, ir.Constant(size, N_LANES * j))
-            builder.store(row, _pointer(context, builder, signature.args[2], target, index), align=_F32_BYTES)
+        _store_rows(context, builder, signature.args[2], target, target_index, rows)
         return context.get_dummy_value()
 
     return types.void(source, types.intp, target, types.intp, types.intp), emit
+
+
+def _exchange(builder: Any, values: list[Any], i: int, j: int) -> None:
+    """Put the smaller of two lanes first."""
+    a, b = values[i], values[j]
+    less = builder.fcmp_ordered("<", a, b)
+    values[i], values[j] = builder.select(less, a, b), builder.select(less, b, a)
+
+
+def _sort_bitonic(builder: Any, values: list[Any]) -> None:
+    """Sort lanes that rise and then fall, or fall and then rise (Batcher's bitonic merger)."""
+    gap = len(values) // 2
+    while gap:
+        for i in range(len(values)):
+            if not i & gap:
+                _exchange(builder, values, i, i + gap)
+        gap //= 2
+
+
+def _sort(builder: Any, values: list[Any]) -> None:
+    """Sort lanes (Batcher's odd-even merge sort: 63 comparisons of sixteen)."""
+    n, span = len(values), 1
+    while span < n:
+        gap = span
+        while gap:
+            for first in range(gap % span, n - gap, 2 * gap):
+                for i in range(first, min(first + gap, n - gap)):
+                    if i // (2 * span) == (i + gap) // (2 * span):
+                        _exchange(builder, values, i, i + gap)
+            gap //= 2
+        span *= 2
+
+
+def _load_rows(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> list[Any]:
+    pointers = [
+        _pointer(context, builder, array_type, array, builder.add(index, ir.Constant(index.type, N_LANES * i)))
+        for i in range(N_LANES)
+    ]
+    return [builder.load(pointer, align=_F32_BYTES) for pointer in pointers]
+
+
+def _store_rows(context: Any, builder: Any, array_type: Any, array: Any, index: Any, rows: list[Any]) -> None:
+    for i, row in enumerate(rows):
+        at = builder.add(index, ir.Constant(index.type, N_LANES * i))
+        builder.store(row, _pointer(context, builder, array_type, array, at), align=_F32_BYTES)
+
+
+@intrinsic
+def sort_rows(typing_context: Any, array: Any, index: Any) -> Any:
+    """Sort array[index + 16 i + lane] over i below 16, each lane by itself, smallest first; a flat f32 array."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        array, index = arguments
+        rows = _load_rows(context, builder, signature.args[0], array, index)
+        _sort(builder, rows)
+        _store_rows(context, builder, signature.args[0], array, index, rows)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), emit
+
+
+@intrinsic
+def merge_rows(typing_context: Any, low: Any, low_index: Any, high: Any, high_index: Any) -> Any:
+    """Of two times sixteen rows, sorted as `sort_rows` does, `low` gets the smaller half and `high` the rest."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        low_type, _, high_type, _ = signature.args
+        low, low_index, high, high_index = arguments
+        low_rows = _load_rows(context, builder, low_type, low, low_index)
+        high_rows = _load_rows(context, builder, high_type, high, high_index)[::-1]
+        for i in range(N_LANES):
+            pair = [low_rows[i], high_rows[i]]
+            _exchange(builder, pair, 0, 1)
+            low_rows[i], high_rows[i] = pair
+        for rows in (low_rows, high_rows):
+            _sort_bitonic(builder, rows)
+        _store_rows(context, builder, low_type, low, low_index, low_rows)
+        _store_rows(context, builder, high_type, high, high_index, high_rows)
+        return context.get_dummy_value()
+
+    return types.void(low, types.intp, high, types.intp), emit
 
 
 @numba.njit
