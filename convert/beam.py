@@ -46,9 +46,7 @@ Array = npt.NDArray[Any]
 
 MAX_STAGES = 4
 MAX_WIDTH = 64
-# Groups of rows of the first stage and of the later ones; buckets are lanes × groups × beams.
-FIRST_GROUPS = 4
-GROUPS = 1
+MOST_GROUPS = 4
 # Bits for the row within a bucket.
 ROW_BITS = 4
 LARGEST = np.float32(3e38)
@@ -90,6 +88,18 @@ def _aligned_copy(values: Array) -> Array:
     return copy
 
 
+@numba.njit(cache=True)
+def bucket_groups(stage: int, width: int) -> int:
+    """Groups of rows in which a beam's candidates are cut; with the lanes they make its buckets.
+
+    The first stage has one beam only, whose buckets must be enough for the next. In wide beams, twice the buckets
+    gain more than more beams would.
+    """
+    if stage == 0:
+        return MOST_GROUPS
+    return 2 if width > N_LANES else 1
+
+
 @numba.njit(cache=True, nogil=True)
 def _search(vectors: Array, columns: Array, norms: Array, products: Array, width: int, codes: Array) -> None:
     """Sixteen vectors at a time: inner products, then stage after stage.
@@ -99,7 +109,7 @@ def _search(vectors: Array, columns: Array, norms: Array, products: Array, width
     n_stages, n = codes.shape[1], len(norms) // codes.shape[1]
     x = np.zeros((N_LANES, 8), dtype=np.float32)
     dots = aligned(n_stages * N_LANES * n)
-    keys = aligned(N_LANES * N_LANES * max(FIRST_GROUPS, GROUPS * width))
+    keys = aligned(N_LANES * N_LANES * max(MOST_GROUPS, bucket_groups(1, width) * width))
     turned = aligned(N_LANES * N_LANES)
     top = aligned(N_LANES * N_LANES * -(-width // N_LANES))
     costs = np.empty((N_LANES, width), dtype=np.float32)
@@ -116,7 +126,7 @@ def _search(vectors: Array, columns: Array, norms: Array, products: Array, width
             for d in range(8):
                 costs[v, 0] += x[v, d] * x[v, d]
         for stage in range(n_stages - 1):
-            n_beams, groups = (width, GROUPS) if stage else (1, FIRST_GROUPS)
+            n_beams, groups = width if stage else 1, bucket_groups(stage, width)
             for v in range(N_LANES):
                 at = (stage * N_LANES + v) * n
                 for b in range(n_beams):

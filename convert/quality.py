@@ -32,6 +32,6 @@ class Quality(Enum):
 _EFFORTS = {
     Quality.FAST: Effort(beam_width=1, training_width=1, sample_vectors=262_144),
     Quality.BALANCED: Effort(beam_width=16, training_width=16, sample_vectors=524_288),
-    Quality.BEST: Effort(beam_width=64, training_width=32, sample_vectors=1_048_576),
+    Quality.BEST: Effort(beam_width=48, training_width=32, sample_vectors=1_048_576),
 }
 LARGEST_SAMPLE_VECTORS = max(effort.sample_vectors for effort in _EFFORTS.values())
