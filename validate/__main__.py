@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from container.errors import MoedockError
-from validate.run import DEFAULT_TOLERANCE, Options, validate
+from validate.render import report_text
+from validate.run import DEFAULT_TOLERANCE, DEFAULT_WINDOW, Options, validate
 
 INTERRUPTED = 130
 
@@ -20,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m validate",
         description="Prove a container right: every byte, header and checksum; with --source every weight against the "
-        "checkpoint; with --logits the runtime against the PyTorch reference.",
+        "checkpoint; with --logits the runtime against the PyTorch reference; with --text what quantisation changes.",
         epilog="The result goes to stdout, progress and errors to stderr. Exit codes: 0 all checks hold, 1 one does "
         "not, 2 usage, 130 interrupted.",
     )
@@ -43,6 +44,21 @@ def build_parser() -> argparse.ArgumentParser:
         "--experts", type=int, metavar="N", help="compare only N experts of each layer with the checkpoint"
     )
     parser.add_argument("--ids", type=_ids, metavar="ID,ID,…", help="the prompt to compare logits on, as token ids")
+    parser.add_argument(
+        "--text",
+        metavar="FILE",
+        type=Path,
+        help="measure on this UTF-8 text, with --source, what quantisation does to the model: perplexity, divergence, "
+        "first choices",
+    )
+    parser.add_argument(
+        "--window",
+        type=int,
+        metavar="N",
+        help=f"tokens of the text read in one go (default: {DEFAULT_WINDOW}). Every window begins with an empty state: "
+        "its first tokens are predicted from little, so a short window makes both perplexities higher than users see",
+    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of the text")
     parser.add_argument("--workers", type=int, metavar="N", help="threads (default: as the machine allows)")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return parser
@@ -60,9 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             n_experts=arguments.experts,
             ids=arguments.ids,
             workers=arguments.workers,
+            text=arguments.text,
+            window=arguments.window,
+            max_tokens=arguments.max_tokens,
         )
         report = validate(options, sys.stderr)
-        text = json.dumps(report.to_json(), indent=1) if arguments.json else report.to_text()
+        text = json.dumps(report.to_json(), indent=1) if arguments.json else report_text(report)
         # a file's name may hold bytes that are no text, and the terminal may know less than Unicode
         encoding = sys.stdout.encoding or "utf-8"
         print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)

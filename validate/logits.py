@@ -24,7 +24,8 @@ from container.reader import ContainerReader
 from runtime.engine import Engine, Evaluation
 from validate.reference.model import ReferenceOutput, forward
 from validate.reference.sources import CheckpointTensors, ContainerTensors
-from validate.report import Findings, LogitsReport, PromptReport
+from validate.report import Findings, LogitsReport, PromptReport, RouterReport
+from validate.router import RouterCount
 
 # One token, fewer tokens than a convolution window twice over, and enough for every kind of state to matter.
 PROMPT_LENGTHS = (1, 7, 33)
@@ -66,12 +67,13 @@ def check_logits(
     started = time.monotonic()
     prompts = default_prompts(reader.model.vocab_size) if ids is None else [list(ids)]
     findings = Findings()
+    router = RouterCount(ContainerTensors(reader), reader.model)
     progress = ProgressReport(stream, "comparing logits", [len(prompt) for prompt in prompts], unit="token")
     compared = []
     try:
         with Engine.open(reader.folder) as engine:
             for number, prompt in enumerate(prompts):
-                original = _original_logits(checkpoint, reader.model, prompt, findings)
+                original = _original_logits(checkpoint, reader.model, prompt, router, findings)
                 if original is None:
                     checkpoint = None  # its fault is known; further prompts would only repeat it
                 compared.append(_compare(engine, reader, original, prompt))
@@ -80,7 +82,7 @@ def check_logits(
         progress.close()
     for one in compared:
         _judge(one, tolerance, findings)
-    return _summary(compared, tolerance, findings, time.monotonic() - started), findings
+    return _summary(compared, router.report(), tolerance, findings, time.monotonic() - started), findings
 
 
 def default_prompts(vocab_size: int) -> list[list[int]]:
@@ -103,16 +105,18 @@ def divergence(original: Tensor, converted: Tensor) -> Tensor:
 
 
 def _original_logits(
-    checkpoint: Checkpoint | None, model: ModelConfig, ids: list[int], findings: Findings
+    checkpoint: Checkpoint | None, model: ModelConfig, ids: list[int], router: RouterCount, findings: Findings
 ) -> Tensor | None:
-    """The reference on the checkpoint; None without one, and (a problem) where it cannot run."""
+    """The reference on the checkpoint, counted by `router`; None without one, and (a problem) where it cannot run."""
     if checkpoint is None:
         return None
     try:
-        return forward(CheckpointTensors(checkpoint), model, ids, dtype=REFERENCE_DTYPE).logits
+        output = forward(CheckpointTensors(checkpoint), model, ids, dtype=REFERENCE_DTYPE)
     except MoedockError as error:
         findings.problem(f"logits of the original model: {error}")
         return None
+    router.add(output)
+    return output.logits
 
 
 def _compare(engine: Engine, reader: ContainerReader, original: Tensor | None, ids: list[int]) -> _Compared:
@@ -174,7 +178,9 @@ def _judge(one: _Compared, tolerance: float, findings: Findings) -> None:
         )
 
 
-def _summary(compared: list[_Compared], tolerance: float, findings: Findings, seconds: float) -> LogitsReport:
+def _summary(
+    compared: list[_Compared], router: RouterReport, tolerance: float, findings: Findings, seconds: float
+) -> LogitsReport:
     n_positions = sum(len(one.ids) for one in compared)
     divergences = [one.divergence for one in compared if one.divergence is not None]
     return LogitsReport(
@@ -187,6 +193,7 @@ def _summary(compared: list[_Compared], tolerance: float, findings: Findings, se
         routing_equal=not any(one.routing_differs for one in compared),
         kl=float(torch.cat(divergences).mean()) if divergences else None,
         top1_agreement=sum(one.n_top1_equal for one in compared) / n_positions if divergences else None,
+        router=router if divergences else None,
         prompts=[PromptReport(ids=one.ids, relative_error=float(one.logits_errors.max())) for one in compared],
         seconds=seconds,
     )

@@ -1,4 +1,4 @@
-"""What a validation found: typed results, the JSON object of `--json`, and the text for people."""
+"""What a validation found: typed results, and the JSON object of `--json`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
-
-from container.progress import duration, size
 
 # A damaged disk can give a problem per record; the count is exact, the list is for reading.
 MAX_LISTED = 100
@@ -108,6 +106,27 @@ class WeightsReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RouterLayer:
+    """One layer of a `RouterReport`."""
+
+    layer: int
+    n_choices: int  # tokens times experts per token
+    n_changed: int
+    n_tokens_changed: int  # tokens with a changed choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterReport:
+    """The source's choices of experts that change when the router as stored reads the source's hidden states."""
+
+    n_choices: int
+    n_changed: int
+    n_tokens: int
+    n_tokens_changed: int  # tokens with a changed choice in any layer
+    layers: list[RouterLayer]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PromptReport:
     """Runtime against reference on one prompt."""
 
@@ -132,18 +151,78 @@ class LogitsReport:
     routing_equal: bool  # same experts chosen everywhere
     kl: float | None  # original ‖ converted, mean over positions, nats; None without the checkpoint
     top1_agreement: float | None  # share of positions where original and converted prefer the same token
+    router: RouterReport | None  # None without the checkpoint
     prompts: list[PromptReport]
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over all positions, and the ends of its interval by `validate.bootstrap` (None: a single window)."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionBin:
+    """Means over the positions `first` to `last` (0-based, inclusive) of every window."""
+
+    first: int
+    last: int
+    n_positions: int
+    kl: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFigures:
+    """What a converted model says to a text, against its original. Every window begins with an empty state."""
+
+    n_windows: int
+    n_positions: int  # predicted tokens: all but the text's first
+    perplexity_source: float  # exp of the mean of -log p(true next token)
+    perplexity_container: float
+    perplexity_ratio: float  # container / source
+    log_perplexity_difference: Estimate  # the logarithm of that ratio
+    kl: Estimate  # source ‖ container, nats
+    top1_agreement: Estimate  # share of positions where both prefer the same token
+    confidence: float  # of the intervals
+    n_resamples: int
+    bins: list[PositionBin]
+    kl_by_position: list[float]  # mean over the windows, by position in the window
+    top1_agreement_by_position: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextReport:
+    """Container against source on a text."""
+
+    ok: bool
+    file: str
+    n_tokens: int
+    window: int  # tokens; the last window may be shorter
+    figures: TextFigures
+    router: RouterReport
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields, those of the figures beside the others."""
+        raw = dataclasses.asdict(self)
+        figures = raw.pop("figures")
+        return {**raw, **figures}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything; `weights` and `logits` are None when not run."""
+    """Everything; `weights`, `logits` and `text` are None when not run."""
 
     container: str
     structure: StructureReport
     weights: WeightsReport | None
     logits: LogitsReport | None
+    text: TextReport | None
     findings: Findings
 
     @property
@@ -159,78 +238,13 @@ class Report:
             "structure": dataclasses.asdict(self.structure),
             "weights": None if self.weights is None else self.weights.to_json(),
             "logits": None if self.logits is None else dataclasses.asdict(self.logits),
+            "text": None if self.text is None else self.text.to_json(),
             "n_problems": self.findings.n_problems,
             "problems": self.findings.problems,
             "notes": self.findings.notes,
         }
         finite: dict[str, Any] = _finite(raw)
         return finite
-
-    def to_text(self) -> str:
-        """The report for people."""
-        lines = _structure_lines(self.structure)
-        if self.weights is not None:
-            lines += _weights_lines(self.weights)
-        if self.logits is not None:
-            lines += _logits_lines(self.logits)
-        lines += [f"note: {note}" for note in self.findings.notes]
-        lines += [f"problem: {problem}" for problem in self.findings.problems]
-        unlisted = self.findings.n_problems - len(self.findings.problems)
-        if unlisted:
-            lines.append(f"… and {unlisted} more")
-        verdict = "all checks hold" if self.ok else f"{self.findings.n_problems} problem(s) found"
-        return "\n".join([*lines, f"{self.container}: {verdict}"])
-
-
-def _structure_lines(structure: StructureReport) -> list[str]:
-    return [
-        f"structure: {_verdict(structure.ok)}; {structure.n_files} files, {structure.n_records} expert records, "
-        f"{structure.n_codebooks} codebooks, {structure.n_trunk_tensors} trunk tensors, {structure.n_checksums} "
-        f"checksums; {size(structure.bytes_read)} read in {_seconds(structure.seconds)}"
-    ]
-
-
-def _weights_lines(weights: WeightsReport) -> list[str]:
-    lines = [
-        f"weights: {_verdict(weights.ok)}; {len(weights.tensors)} tensors compared with the checkpoint in "
-        f"{_seconds(weights.seconds)}"
-    ]
-    if weights.kinds:
-        lines.append(f"  {'':<6}{'tensors':>9}{'weights':>19}{'relative error':>17}{'worst':>10}{'bound':>9}")
-    for kind, error in weights.kinds.items():
-        lines.append(
-            f"  {kind:<6}{error.n_tensors:>9}{error.n_weights:>19,}{error.relative_error:>17.3%}"
-            f"{error.worst:>10.3%}{error.bound:>9.0%}"
-        )
-    lines += [f"  worst: {tensor.name} ({tensor.fmt}) {tensor.relative_error:.3%}" for tensor in weights.worst[:3]]
-    return lines
-
-
-def _logits_lines(logits: LogitsReport) -> list[str]:
-    n_positions = sum(len(prompt.ids) for prompt in logits.prompts)
-    layer = max(range(len(logits.per_layer)), key=logits.per_layer.__getitem__)
-    lines = [
-        f"logits: {_verdict(logits.ok)}; runtime against reference, {len(logits.prompts)} prompts, {n_positions} "
-        f"positions, in {_seconds(logits.seconds)}",
-        f"  relative error {logits.relative_error:.2e} (tolerance {logits.tolerance:.0e}); largest after a layer "
-        f"{logits.per_layer[layer]:.2e} (layer {layer})",
-        f"  argmax {'equal' if logits.argmax_equal else 'NOT equal'} at every position; top-10 sets equal at "
-        f"{logits.top10_equal:.1%}; routing {'equal' if logits.routing_equal else 'NOT equal'}",
-    ]
-    if logits.kl is not None and logits.top1_agreement is not None:
-        lines.append(
-            f"  original against converted model: KL {logits.kl:.4f} nats per position, same first choice at "
-            f"{logits.top1_agreement:.1%}"
-        )
-    return lines
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 10 else duration(seconds)
-
-
-def _verdict(ok: bool) -> str:
-    return "ok" if ok else "FAILED"
 
 
 def _finite(value: Any) -> Any:

@@ -22,6 +22,7 @@ from container.layout import (
     CODEBOOKS_NAME,
     MANIFEST_NAME,
     REPORT_NAME,
+    REPORT_PAGE_NAME,
     SPECIALS_NAME,
     TOKENIZER_NAME,
     TRUNK_NAME,
@@ -51,7 +52,7 @@ from validate.scan import (
 # Reading and hashing is bound by the disk well before eight threads.
 MAX_THREADS = 8
 JSON_SIDECARS = (SPECIALS_NAME, CHAT_NAME, VISION_NAME, REPORT_NAME)
-OTHER_SIDECARS = (TOKENIZER_NAME, CHAT_TEMPLATE_NAME, USAGE_NAME)
+OTHER_SIDECARS = (TOKENIZER_NAME, CHAT_TEMPLATE_NAME, REPORT_PAGE_NAME, USAGE_NAME)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from tests.validate.conftest import Converted
 from tests.validate.small_models import small_model
 from validate.logits import PROMPT_LENGTHS, check_logits, default_prompts, divergence, relative_errors
 from validate.reference.model import forward
+from validate.reference.sources import ContainerTensors
 from validate.report import Findings, LogitsReport
 from validate.run import Options, validate
 
@@ -56,6 +57,8 @@ def test_runtime_and_reference_agree(request, which):
     assert 0.01 < report.kl < 1
     assert report.top1_agreement is not None
     assert 0 < report.top1_agreement < 1
+    assert report.router is not None
+    assert (report.router.n_tokens, report.router.n_choices) == (41, 41 * 3 * 2)
 
 
 def test_the_figures_are_those_of_a_plain_calculation(kimi_linear):
@@ -70,11 +73,26 @@ def test_the_figures_are_those_of_a_plain_calculation(kimi_linear):
     assert report.prompts[0].ids == list(IDS)
 
 
+def test_a_router_that_was_stored_wrong_is_counted(kimi_linear, monkeypatch):
+    get = ContainerTensors.__getitem__
+
+    def turned(tensors: ContainerTensors, name: str) -> torch.Tensor:
+        found = get(tensors, name)
+        return -found if name == "model.layers.2.block_sparse_moe.gate.weight" else found
+
+    monkeypatch.setattr(ContainerTensors, "__getitem__", turned)
+    report, _ = check(kimi_linear, source=True, ids=IDS)
+    assert report.router is not None
+    assert [layer.n_changed > 7 for layer in report.router.layers] == [False, True, False]
+    assert report.router.n_tokens_changed == report.router.n_tokens == 7
+
+
 def test_without_the_checkpoint_there_is_no_divergence(kimi_linear):
     report, findings = check(kimi_linear, ids=IDS)
     assert findings.ok
     assert report.kl is None
     assert report.top1_agreement is None
+    assert report.router is None
 
 
 def test_relative_errors_by_hand():

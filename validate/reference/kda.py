@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -10,15 +12,39 @@ from container.errors import CheckError
 from container.model import L2_NORM_EPS, KdaConfig
 from validate.reference.tensors import Weights, rms_norm
 
+# (q, k, v, g, beta) to (outputs, last state), as `delta_recurrence` does it
+Recurrence = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
 # K3 stores A_log padded with zeros to whole multiples of this many heads
 A_LOG_PADDING = 128
 
 
-def kda_attention(weights: Weights, config: KdaConfig, h: Tensor, norm_eps: float) -> Tensor:
+def delta_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """The gated delta rule from an empty state: outputs [T, heads, dim] and the last state [heads, dim(k), dim(v)].
+
+    q (already scaled), k, v and the log decay g are [T, heads, dim], beta is [T, heads]. Per head and token:
+    S ← diag(exp g) S;  S ← S + k (beta · (v - Sᵀk))ᵀ;  o = Sᵀq.
+    """
+    n_tokens, n_heads, dim = k.shape
+    state = v.new_zeros(n_heads, dim, v.shape[2])
+    outputs = []
+    for t in range(n_tokens):
+        state = torch.exp(g[t])[:, :, None] * state
+        remembered = torch.einsum("hk,hkv->hv", k[t], state)
+        correction = beta[t][:, None] * (v[t] - remembered)
+        state = state + k[t][:, :, None] * correction[:, None, :]
+        outputs.append(torch.einsum("hk,hkv->hv", q[t], state))
+    return torch.stack(outputs), state
+
+
+def kda_attention(
+    weights: Weights, config: KdaConfig, h: Tensor, norm_eps: float, recurrence: Recurrence = delta_recurrence
+) -> Tensor:
     """Delta attention of one layer: normed input h [T, H] to output [T, H].
 
-    `weights` are those under `model.layers.L.self_attn.`. Sources: Kimi Linear, arXiv 2510.26692;
-    for K3's gate and full-rank output gate its modeling_kimi_linear.py.
+    `weights` are those under `model.layers.L.self_attn.`; another `recurrence` must compute the same as
+    `delta_recurrence`. Sources: Kimi Linear, arXiv 2510.26692; for K3's gate and full-rank output gate its
+    modeling_kimi_linear.py.
     """
     by_head = (h.shape[0], config.n_heads, config.head_dim)
     q, k, v = (_project_and_convolve(weights, part, config, h).view(by_head) for part in ("q", "k", "v"))
@@ -26,7 +52,7 @@ def kda_attention(weights: Weights, config: KdaConfig, h: Tensor, norm_eps: floa
     k = l2_norm(k)
     g = _log_decay(weights, config, h)
     beta = torch.sigmoid(weights.linear(h, "b_proj", config.n_heads))
-    out, _ = delta_recurrence(q, k, v, g, beta)
+    out, _ = recurrence(q, k, v, g, beta)
     normed = rms_norm(out, weights.fetch("o_norm.weight", (config.head_dim,)), norm_eps)
     gated = normed.reshape(h.shape[0], config.width) * torch.sigmoid(_output_gate(weights, config, h))
     return weights.linear(gated, "o_proj", h.shape[1])
@@ -58,24 +84,6 @@ def softplus_log_decay(a_log: Tensor, z: Tensor) -> Tensor:
 def bounded_log_decay(a_log: Tensor, z: Tensor, lower_bound: float) -> Tensor:
     """K3's gate: g = lower_bound · sigmoid(exp(A_log) · z), between lower_bound and 0."""
     return lower_bound * torch.sigmoid(torch.exp(a_log) * z)
-
-
-def delta_recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """The gated delta rule from an empty state: outputs [T, heads, dim] and the last state [heads, dim(k), dim(v)].
-
-    q (already scaled), k, v and the log decay g are [T, heads, dim], beta is [T, heads]. Per head and token:
-    S ← diag(exp g) S;  S ← S + k (beta · (v - Sᵀk))ᵀ;  o = Sᵀq.
-    """
-    n_tokens, n_heads, dim = k.shape
-    state = v.new_zeros(n_heads, dim, v.shape[2])
-    outputs = []
-    for t in range(n_tokens):
-        state = torch.exp(g[t])[:, :, None] * state
-        remembered = torch.einsum("hk,hkv->hv", k[t], state)
-        correction = beta[t][:, None] * (v[t] - remembered)
-        state = state + k[t][:, :, None] * correction[:, None, :]
-        outputs.append(torch.einsum("hk,hkv->hv", q[t], state))
-    return torch.stack(outputs), state
 
 
 def _project_and_convolve(weights: Weights, part: str, config: KdaConfig, h: Tensor) -> Tensor:

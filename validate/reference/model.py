@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,9 @@ from validate.reference.moe import activation_of, dense_mlp, moe
 from validate.reference.residuals import residual_of
 from validate.reference.tensors import MappingTensors, TensorSource, Weights
 
+# (weights of the layer, config, layer, normed input [T, H], tolerance of the latent norms) to the output [T, H]
+Attention = Callable[[Weights, ModelConfig, int, Tensor, float], Tensor]
+
 # rows of lm_head held at once: 235 MB in f32 at K3's width
 HEAD_STRIP_ROWS = 8192
 
@@ -28,6 +31,7 @@ class ReferenceOutput:
     hidden: Tensor  # [T, H], after the final norm
     layers: list[Tensor]  # per layer [T, H]: the residual stream (K3: the prefix sum) after it
     routing: dict[int, Tensor]  # MoE layer -> chosen expert ids [T, k], rising
+    router_inputs: dict[int, Tensor]  # MoE layer -> [T, H]: what its router (and its experts) read
 
 
 @torch.no_grad()
@@ -48,22 +52,55 @@ def forward(
     _check_ids(ids, config)
     source = tensors if isinstance(tensors, TensorSource) else MappingTensors(tensors)
     weights = Weights(source, dtype)
-    residual = residual_of(config, weights, _embedding(weights, config, ids))
+    embedding = _embedding(weights, config, ids)
+    return run(weights, config, embedding, latent_norm_eps=latent_norm_eps)
+
+
+def layer_attention(weights: Weights, config: ModelConfig, layer: int, h: Tensor, latent_norm_eps: float) -> Tensor:
+    """The attention of `layer` over one sequence: normed input h [T, H] to output [T, H]."""
+    own = weights.under("self_attn.")
+    if config.is_kda(layer):
+        return kda_attention(own, config.kda, h, config.rms_norm_eps)
+    return mla_attention(own, config.mla, h, latent_norm_eps)
+
+
+def run(
+    weights: Weights,
+    config: ModelConfig,
+    embedding: Tensor,
+    *,
+    latent_norm_eps: float = LATENT_NORM_EPS,
+    attention: Attention = layer_attention,
+) -> ReferenceOutput:
+    """Run embedded tokens [T, H] through all layers and the head; autograd can differentiate it.
+
+    Only `attention` looks from one token to another: with one of its own a caller may lay several sequences end to
+    end. Raises CheckError for a tensor that is missing or has the wrong shape.
+    """
+    residual = residual_of(config, weights, embedding)
     layers: list[Tensor] = []
     routing: dict[int, Tensor] = {}
+    router_inputs: dict[int, Tensor] = {}
     for layer in range(config.n_layers):
         own = weights.under(f"model.layers.{layer}.")
         h = own.norm(residual.attention_input(layer), "input_layernorm", config.rms_norm_eps)
-        residual.add_attention(_attention(own, config, layer, h, latent_norm_eps))
+        residual.add_attention(attention(own, config, layer, h, latent_norm_eps))
         h = own.norm(residual.mlp_input(layer), "post_attention_layernorm", config.rms_norm_eps)
         if config.is_moe(layer):
+            router_inputs[layer] = h
             out, routing[layer] = moe(own.under("block_sparse_moe."), config, h)
         else:
             out = dense_mlp(own.under("mlp."), h, config.intermediate_size, activation_of(config))
         residual.add_mlp(out)
         layers.append(residual.value)
     hidden = weights.norm(residual.output(), "model.norm", config.rms_norm_eps)
-    return ReferenceOutput(logits=_logits(weights, config, hidden), hidden=hidden, layers=layers, routing=routing)
+    return ReferenceOutput(
+        logits=_logits(weights, config, hidden),
+        hidden=hidden,
+        layers=layers,
+        routing=routing,
+        router_inputs=router_inputs,
+    )
 
 
 def _check_ids(ids: Sequence[int], config: ModelConfig) -> None:
@@ -77,13 +114,6 @@ def _check_ids(ids: Sequence[int], config: ModelConfig) -> None:
 def _embedding(weights: Weights, config: ModelConfig, ids: Sequence[int]) -> Tensor:
     name = "model.embed_tokens.weight"
     return torch.cat([weights.rows(name, token, token + 1, config.hidden_size) for token in ids])
-
-
-def _attention(weights: Weights, config: ModelConfig, layer: int, h: Tensor, latent_norm_eps: float) -> Tensor:
-    own = weights.under("self_attn.")
-    if config.is_kda(layer):
-        return kda_attention(own, config.kda, h, config.rms_norm_eps)
-    return mla_attention(own, config.mla, h, latent_norm_eps)
 
 
 def _logits(weights: Weights, config: ModelConfig, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How the reference gets its weights: by name, when they are needed, checked, and kept nowhere."""
+"""How the reference gets its weights: by name, when they are needed, checked, and kept only where asked for."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ class MappingTensors:
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows start..stop-1 of matrix `name`."""
         return self.tensors[name][start:stop]
+
+
+class KeptTensors:
+    """A `TensorSource` that reads and decodes each tensor of another once, for a model that fits in memory."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.source = source
+        self._kept: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._kept:
+            self._kept[name] = self.source[name]
+        return self._kept[name]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows start..stop-1 of matrix `name`, all of which is kept."""
+        return self[name][start:stop]
 
 
 class Weights:
