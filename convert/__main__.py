@@ -44,6 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
         default="vq3r",
         help="of the experts: 3 bits a weight, 3 bits with quicker search, or 2 bits (default: vq3r)",
     )
+    parser.add_argument(
+        "--device", default="cpu", help="what encodes the experts: cpu, cuda or cuda:N, a GPU's number (default: cpu)"
+    )
     parser.add_argument("--dry-run", action="store_true", help="check and print the plan, write nothing")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     return parser
@@ -84,6 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         trunk_bits=arguments.trunk_bits,
         quality=Quality(arguments.quality),
+        device=arguments.device,
         quant=EXPERT_QUANTS[ExpertFormat[arguments.format.upper()]],
         dry_run=arguments.dry_run,
     )

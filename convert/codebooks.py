@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from container.layout import VEC_DIM, ExpertQuant
-from convert.encode import Encoder
+from convert.device import CPU
+from convert.encode import Encoder, RowEncoder, make_encoder
 from convert.kernels import count_pairs, solve_entries
 
 F16Array = npt.NDArray[np.float16]
@@ -50,6 +51,7 @@ WORTH_A_ROUND = 1e-4
 
 # `map`, or the method of that name of a thread pool: results in the order of the items.
 Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
+Make = Callable[[F16Array], RowEncoder]  # codebooks -> what searches them
 
 
 def train_codebooks(
@@ -64,32 +66,36 @@ def train_codebooks(
 
 
 def refined_codebooks(
-    vectors: F32Array, books: F16Array, quant: ExpertQuant, beam_width: int, parallel: Map = map
+    vectors: F32Array, books: F16Array, quant: ExpertQuant, beam_width: int, parallel: Map = map, device: str = CPU
 ) -> F16Array:
-    """`books` after all rounds on `vectors`."""
-    greedy = partial(_round, quant=quant, beam_width=1, n_sweeps=GREEDY_SWEEPS, parallel=parallel)
+    """`books` after all rounds on `vectors`, searched on `device`."""
+
+    def searching(width: int) -> Make:
+        return lambda books: make_encoder(books.astype(np.float32), quant, width, device)
+
+    sample, judges = _divided(vectors)
+    greedy = partial(_round, make=searching(1), n_sweeps=GREEDY_SWEEPS, parallel=parallel)
     for n_vectors, n_rounds in GREEDY_ALONE if beam_width == 1 else GREEDY_START:
         for left in reversed(range(n_rounds)):
-            books = greedy(vectors[:n_vectors], books, stretch=STRETCH if left else 0)
+            books = greedy(sample[:n_vectors], books, stretch=STRETCH if left else 0)
     if beam_width > 1:
-        sample, judges = _divided(vectors)
         for n_joint, at_most in JOINT:
-            books = _refined(sample[:n_joint], judges, books, quant, beam_width, at_most, parallel)
+            books = _refined(sample[:n_joint], judges, books, searching(beam_width), at_most, parallel)
     return books
 
 
 def _divided(vectors: F32Array) -> tuple[F32Array, F32Array]:
-    """The sample, and the vectors held out of it to tell when to stop; a small sample is judged by itself."""
+    """The sample, and the vectors held out of all training to tell when to stop; a small sample judges itself."""
     n_held_out = min(HELD_OUT_VECTORS, len(vectors) // 8)
     if len(vectors) < SMALLEST_HELD_OUT_SAMPLE:
         return vectors, vectors
-    return vectors[n_held_out:], vectors[:n_held_out]
+    return vectors[:-n_held_out], vectors[-n_held_out:]
 
 
 def initial_codebooks(vectors: F32Array, quant: ExpertQuant, *, seed: int) -> F16Array:
     """k-means of each stage on what the stages before leave over: [stages, entries, 8] f16."""
     books = np.zeros((quant.n_stages, quant.n_entries, VEC_DIM), dtype=np.float16)
-    residual = vectors[:K_MEANS_VECTORS].copy()
+    residual = _divided(vectors)[0][:K_MEANS_VECTORS].copy()
     for stage in range(quant.n_stages):
         books[stage] = _stored(_k_means(residual, quant.n_entries, seed=seed + stage))
         book = books[stage].astype(np.float32)
@@ -98,21 +104,13 @@ def initial_codebooks(vectors: F32Array, quant: ExpertQuant, *, seed: int) -> F1
     return books
 
 
-def _refined(
-    sample: F32Array,
-    judges: F32Array,
-    books: F16Array,
-    quant: ExpertQuant,
-    beam_width: int,
-    at_most: int,
-    parallel: Map,
-) -> F16Array:
+def _refined(sample: F32Array, judges: F32Array, books: F16Array, make: Make, at_most: int, parallel: Map) -> F16Array:
     """The best codebooks of a series of rounds, by the error of `judges`."""
-    lowest = _squared_error(judges, books, quant, beam_width, parallel)
+    lowest = _squared_error(judges, books, make, parallel)
     best, idle = books, 0
     for _ in range(at_most):
-        books = _round(sample, books, quant, beam_width, JOINT_SWEEPS, parallel, stretch=STRETCH)
-        error = _squared_error(judges, books, quant, beam_width, parallel)
+        books = _round(sample, books, make, JOINT_SWEEPS, parallel, stretch=STRETCH)
+        error = _squared_error(judges, books, make, parallel)
         idle = idle + 1 if error > (1 - WORTH_A_ROUND) * lowest else 0
         if error < lowest:
             best, lowest = books, error
@@ -121,21 +119,13 @@ def _refined(
     return best
 
 
-def _round(
-    sample: F32Array,
-    books: F16Array,
-    quant: ExpertQuant,
-    beam_width: int,
-    n_sweeps: int,
-    parallel: Map,
-    *,
-    stretch: float,
-) -> F16Array:
+def _round(sample: F32Array, books: F16Array, make: Make, n_sweeps: int, parallel: Map, *, stretch: float) -> F16Array:
     """Encode the sample, then move all entries towards their least-squares best places, and `stretch` beyond."""
-    encoder = Encoder(books.astype(np.float32), quant, beam_width)
+    encoder = make(books)
+    n_stages, n_entries, _ = books.shape
 
     def statistics(vectors: F32Array) -> tuple[npt.NDArray[np.int32], F64Array]:
-        counts = np.zeros((quant.n_stages, quant.n_stages, quant.n_entries, quant.n_entries), dtype=np.int32)
+        counts = np.zeros((n_stages, n_stages, n_entries, n_entries), dtype=np.int32)
         sums = np.zeros(books.shape, dtype=np.float64)
         count_pairs(vectors, encoder.search(vectors), counts, sums)
         return counts, sums
@@ -151,9 +141,9 @@ def _round(
     return _stored((entries + stretch * (entries - before)).astype(np.float32))
 
 
-def _squared_error(vectors: F32Array, books: F16Array, quant: ExpertQuant, beam_width: int, parallel: Map) -> float:
+def _squared_error(vectors: F32Array, books: F16Array, make: Make, parallel: Map) -> float:
     """Σ |x - its code's entries|² over all vectors."""
-    encoder = Encoder(books.astype(np.float32), quant, beam_width)
+    encoder = make(books)
 
     def error(part: F32Array) -> float:
         codes = encoder.search(part)

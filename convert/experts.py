@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from container.layout import TILE_ROWS, VEC_DIM
+from container.layout import VEC_DIM
 from container.manifest import FileEntry
 from container.model import KINDS
 from container.publish import publish_bytes
@@ -23,7 +23,7 @@ from container.records import CodebookRecord, ExpertRecord
 from container.writer import BankWriter
 from convert.bank_report import BankFigures, BankReport
 from convert.codebooks import initial_codebooks, refined_codebooks
-from convert.encode import EncodedRows, Encoder
+from convert.encode import STRIP_ROWS, EncodedRows, RowEncoder, make_encoder
 from convert.kernels import scale_rows
 from convert.plan import LayerExperts
 from convert.quality import Effort
@@ -34,8 +34,6 @@ from convert.timing import Timing
 # (published for K3), so a few experts stand for all; this many also bound the raw bytes kept in memory.
 SAMPLE_EXPERTS = 8
 SAMPLE_BYTES = 512 << 20
-# Rows of one strip: a whole number of index tiles, small enough for a core's cache.
-STRIP_ROWS = TILE_ROWS
 
 # Rows drawn together for training, so that drawing costs few calls and still spreads over the matrix.
 DRAWN_ROWS = 16
@@ -52,7 +50,11 @@ class RawMatrix:
 
     def rows(self, start: int, stop: int) -> npt.NDArray[np.float32]:
         """Rows `start` to `stop` as f32."""
-        return self.source.decode(self.source.slice(self.raw, start, stop))
+        return self.source.decode(self.slice(start, stop))
+
+    def slice(self, start: int, stop: int) -> RawRows:
+        """The bytes of rows `start` to `stop`."""
+        return self.source.slice(self.raw, start, stop)
 
 
 RawExpert = Mapping[str, RawMatrix]
@@ -77,7 +79,8 @@ class BankJob:
     timing: Timing
     seed: int
     effort: Effort
-    encoders: dict[str, Encoder] = field(default_factory=dict)  # by kind
+    device: str
+    encoders: dict[str, RowEncoder] = field(default_factory=dict)  # by kind
     kept: dict[int, RawExpert] = field(default_factory=dict)
 
     def run(self, bank_path: Path, codebooks_path: Path, progress: Callable[[int], None]) -> WrittenBank:
@@ -112,9 +115,11 @@ class BankJob:
         books = dict(zip(KINDS, self._timed_map(initial, KINDS), strict=True))
         for kind in KINDS:
             books[kind] = refined_codebooks(
-                samples.pop(kind), books[kind], quant, effort.training_width, self._timed_map
+                samples.pop(kind), books[kind], quant, effort.training_width, self._timed_map, self.device
             )
-        self.encoders = {kind: Encoder(books[kind].astype(np.float32), quant, effort.beam_width) for kind in KINDS}
+        self.encoders = {
+            kind: make_encoder(books[kind].astype(np.float32), quant, effort.beam_width, self.device) for kind in KINDS
+        }
         return books
 
     def _timed_map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterable[Any]:
@@ -167,22 +172,21 @@ class BankJob:
 
     def _begin(self, expert: int) -> dict[str, list[Future[EncodedRows]]]:
         matrices = self.kept.pop(expert, None) or self._read(expert)
-        return {
-            kind: [
-                self.threads.submit(self._encode_strip, matrices[kind], kind, start)
-                for start in range(0, self.plan.layout.shapes[kind][0], STRIP_ROWS)
-            ]
-            for kind in KINDS
-        }
+        return {kind: self._begin_matrix(matrices[kind], kind) for kind in KINDS}
 
-    def _encode_strip(self, matrix: RawMatrix, kind: str, start: int) -> EncodedRows:
-        stop = min(self.plan.layout.shapes[kind][0], start + STRIP_ROWS)
-        with self.timing.step("dequantise"):
-            rows = matrix.rows(start, stop)
-        with self.timing.step("encode"):
-            encoded = self.encoders[kind].encode_rows(rows)
+    def _begin_matrix(self, matrix: RawMatrix, kind: str) -> list[Future[EncodedRows]]:
+        rows, cols = self.plan.layout.shapes[kind]
+        step = self.encoders[kind].strip_rows(cols)
+        return [
+            self.threads.submit(self._encode_strip, matrix, kind, start, min(rows, start + step))
+            for start in range(0, rows, step)
+        ]
+
+    def _encode_strip(self, matrix: RawMatrix, kind: str, start: int, stop: int) -> EncodedRows:
+        encoded = self.encoders[kind].encode(matrix.source, matrix.slice(start, stop), self.timing)
         if isinstance(encoded, int):
-            raise matrix.source.bad_weight(start + encoded, rows)
+            first = start + encoded - encoded % STRIP_ROWS
+            raise matrix.source.bad_weight(start + encoded, matrix.rows(first, min(stop, first + STRIP_ROWS)))
         return encoded
 
     def _record(self, expert: int, encoded: Mapping[str, list[EncodedRows]]) -> ExpertRecord:

@@ -42,6 +42,7 @@ class JobInput:
     expert_names: ExpertNames
     seed: int
     effort: Effort
+    device: str
     n_threads: int
 
 
@@ -122,7 +123,13 @@ def _bank_job(
         return SourceTensor.open(checkpoint, name, experts.layout.shapes[kind])
 
     return BankJob(
-        plan=experts, open_matrix=open_matrix, threads=threads, timing=timing, seed=job.seed, effort=job.effort
+        plan=experts,
+        open_matrix=open_matrix,
+        threads=threads,
+        timing=timing,
+        seed=job.seed,
+        effort=job.effort,
+        device=job.device,
     )
 
 

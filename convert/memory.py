@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from container.layout import VEC_DIM
+from convert.device import CPU, HOST_BYTES
 from convert.experts import SAMPLE_BYTES, SAMPLE_EXPERTS
 from convert.plan import ConversionPlan
 from convert.quality import LARGEST_SAMPLE_VECTORS
@@ -21,8 +22,8 @@ STRIP_COPIES = 10
 STRIPS_IN_FLIGHT = 4
 
 
-def worker_memory(plan: ConversionPlan) -> int:
-    """Peak bytes of one worker, whatever the number of layers."""
+def worker_memory(plan: ConversionPlan, device: str = CPU) -> int:
+    """Peak bytes of one worker, whatever the number of layers; a device's own memory is not among them."""
     trunk = STRIPS_IN_FLIGHT * STRIP_COPIES * 4 * STRIP_WEIGHTS
     layouts = [job.experts.layout for job in plan.jobs if job.experts is not None]
     experts = 0
@@ -32,4 +33,4 @@ def worker_memory(plan: ConversionPlan) -> int:
         training = 3 * TRAINING_COPIES * 4 * VEC_DIM * LARGEST_SAMPLE_VECTORS
         in_flight = 2 * (expert_bytes + 3 * layout.stride_bytes)
         experts = sample + max(training, in_flight)
-    return BASE_BYTES + max(trunk, experts)
+    return BASE_BYTES + (0 if device == CPU else HOST_BYTES) + max(trunk, experts)

@@ -8,6 +8,7 @@ from pathlib import Path
 from container.errors import UsageError, shown
 from container.layout import VQ3R, ExpertQuant
 from container.model import MAX_LAYERS
+from convert.device import CPU, is_device, kind_of
 from convert.quality import Quality
 
 
@@ -23,6 +24,7 @@ class ConvertOptions:
     trunk_bits: int = 4
     quant: ExpertQuant = VQ3R
     quality: Quality = Quality.BALANCED
+    device: str = CPU  # that searches the experts' codes
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -34,6 +36,8 @@ class ConvertOptions:
             raise UsageError(f"--seed must be between 0 and {(1 << 31) - 1}, found {self.seed}")
         if self.layers is not None and not self.layers:
             raise UsageError("--layers names no layer")
+        if not is_device(self.device):
+            raise UsageError(f"--device must be cpu, cuda or cuda:N, found {shown(self.device)}")
         source, output = _resolved(self.source), _resolved(self.output)
         if source == output or source in output.parents or output in source.parents:
             raise UsageError(f"SRC {source} and OUT {output} must not lie inside each other")
@@ -46,6 +50,7 @@ class ConvertOptions:
             "trunk_bits": self.trunk_bits,
             "format": self.quant.fmt.name,
             "quality": self.quality.value,
+            "device": kind_of(self.device),
         }
 
 

@@ -12,6 +12,7 @@ from container.model import KINDS
 from container.progress import size
 from convert.arch.base import Architecture
 from convert.build import BuildFolder
+from convert.device import CPU
 from convert.encodings import ENCODINGS
 from convert.encodings.base import Encoding
 from convert.memory import worker_memory
@@ -111,16 +112,21 @@ def _unknown_tensors(checkpoint: Checkpoint, architecture: Architecture, used: s
 
 
 def check_machine(options: ConvertOptions, plan: ConversionPlan, build: BuildFolder, n_workers: int) -> list[str]:
-    """Problems of the output folder, the disk and the memory."""
+    """Problems of the output folder, the disk, the memory and the device."""
     problem = build.problem()
     problems = [] if problem is None else [problem]
     missing_bytes = plan.total_bytes + SMALL_FILES_BYTES - build.bytes_present(plan)
     free = free_disk(options.output)
     if free < missing_bytes:
         problems.append(f"disk: {size(missing_bytes)} still to be written to {options.output}, {size(free)} free")
-    needed, available = n_workers * worker_memory(plan), available_memory()
+    needed, available = n_workers * worker_memory(plan, options.device), available_memory()
     if available is not None and needed > available:
         problems.append(
             f"memory: {n_workers} workers need {size(needed)}, {size(available)} available; use fewer --workers"
         )
+    if options.device != CPU:
+        # imported only now: the processor's path should not wait for torch to load
+        from convert.torch_device import device_problems
+
+        problems += device_problems(options.device, n_workers)
     return problems

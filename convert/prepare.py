@@ -10,6 +10,7 @@ from container.errors import BuildError, UsageError
 from container.machine import available_cores, available_memory, free_disk
 from convert.arch import detect
 from convert.build import BuildFolder
+from convert.device import CPU, DEVICE_WORKERS, STREAMS
 from convert.memory import worker_memory
 from convert.options import ConvertOptions
 from convert.plan import ConversionPlan, JobPlan, plan_conversion
@@ -32,8 +33,8 @@ class Prepared:
     cores: int
 
     def threads_per_worker(self, n_workers: int) -> int:
-        """Threads each of `n_workers` processes may use."""
-        return max(1, self.cores // n_workers)
+        """Threads each of `n_workers` processes may use; a GPU's streams need one each, which mostly waits."""
+        return max(1 if self.options.device == CPU else STREAMS, self.cores // n_workers)
 
 
 def prepare(options: ConvertOptions) -> Prepared:
@@ -46,7 +47,7 @@ def prepare(options: ConvertOptions) -> Prepared:
         raise UsageError(f"--layers: the model has layers 0 to {n_layers - 1}, not {unknown[0]}")
     jobs = plan.selected(options.layers)
     cores = available_cores()
-    n_workers = min(options.workers or _default_workers(plan, jobs, cores), len(jobs))
+    n_workers = min(options.workers or _default_workers(plan, jobs, cores, options.device), len(jobs))
     return Prepared(
         options,
         checkpoint,
@@ -59,12 +60,16 @@ def prepare(options: ConvertOptions) -> Prepared:
     )
 
 
-def _default_workers(plan: ConversionPlan, jobs: tuple[JobPlan, ...], cores: int) -> int:
-    """One process per core, but no more than jobs that take long, nor than memory holds; cores left become threads."""
+def _default_workers(plan: ConversionPlan, jobs: tuple[JobPlan, ...], cores: int, device: str) -> int:
+    """One process per core, but no more than jobs that take long, nor than memory holds; cores left become threads.
+
+    On a GPU two: while one trains codebooks or packs its layer's trunk on the processor, the other's experts keep
+    the GPU busy; more would only take its memory.
+    """
     n_long = sum(job.experts is not None for job in jobs)
     memory = available_memory()
-    fits = cores if memory is None else memory // worker_memory(plan)
-    return max(1, min(cores, n_long, fits))
+    fits = cores if memory is None else memory // worker_memory(plan, device)
+    return max(1, min(cores if device == CPU else DEVICE_WORKERS, n_long, fits))
 
 
 def dry_run(options: ConvertOptions) -> dict[str, Any]:
@@ -96,7 +101,7 @@ def dry_run(options: ConvertOptions) -> dict[str, Any]:
         "total_bytes": plan.total_bytes,
         "workers": prepared.n_workers,
         "threads_per_worker": prepared.threads_per_worker(prepared.n_workers),
-        "peak_memory_bytes": prepared.n_workers * worker_memory(plan),
+        "peak_memory_bytes": prepared.n_workers * worker_memory(plan, options.device),
         "free_disk_bytes": free_disk(options.output),
         "shards_absent": len(source.absent_shards),
         "names_only": names_only,

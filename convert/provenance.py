@@ -12,10 +12,11 @@ from typing import Any
 
 from container.checkpoint import CONFIG_NAME, Checkpoint
 from container.shards import ShardHeader
+from convert.device import CPU
 from convert.options import ConvertOptions
 
 TOOL = "moedock"
-# Libraries whose version can change the bytes.
+# Libraries whose version can change the bytes of any conversion.
 LIBRARIES = ("faiss-cpu", "numba", "numpy")
 # Read from each shard to tell a source from another; 64 seeks a shard take a second even on a slow disk.
 SAMPLE_PIECES = 64
@@ -31,7 +32,7 @@ def provenance(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, Any
         shards[name] = {"bytes": header.file_bytes, **_digests(header)}
     return {
         "tool": {"name": TOOL, "version": version(TOOL)},
-        "libraries": {name: version(name) for name in LIBRARIES},
+        "libraries": {name: version(name) for name in libraries(options.device)},
         "options": options.shaping,
         "source": {
             "repository": repository,
@@ -40,6 +41,11 @@ def provenance(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, Any
             "shards": shards,
         },
     }
+
+
+def libraries(device: str) -> tuple[str, ...]:
+    """Libraries whose version can change the bytes of a conversion on `device`."""
+    return LIBRARIES if device == CPU else (*LIBRARIES, "torch")
 
 
 def repository_of(folder: Path) -> tuple[str | None, str | None]:

@@ -169,6 +169,7 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
             expert_names=prepared.plan.architecture.experts,
             seed=options.seed,
             effort=options.quality.effort,
+            device=options.device,
             n_threads=prepared.threads_per_worker(n_workers),
         )
         for job in todo

@@ -145,17 +145,6 @@ def minimum(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def maximum(typing_context: Any, a: Any, b: Any) -> Any:
-    """The larger of a and b."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a, b = arguments
-        return builder.select(builder.fcmp_ordered("<", a, b), b, a)
-
-    return LANES(a, b), emit
-
-
-@intrinsic
 def where_less(typing_context: Any, a: Any, b: Any, yes: Any, no: Any) -> Any:
     """In each lane `yes` where a < b, else `no`."""
 

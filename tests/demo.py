@@ -20,6 +20,8 @@ from typing import Any
 from tests.trained.continuing import by_checkpoint, by_container
 
 CHECKPOINT = Path("tests") / "trained" / "checkpoint"
+HELD_OUT = Path("tests") / "trained" / "held_out.txt"
+N_TEXT_TOKENS = 2048
 FOLDER = Path("build") / "demo"
 PROMPT = 'The "while" statement is used for'
 N_TOKENS = 60
@@ -43,7 +45,8 @@ def main() -> int:
     run(command)
 
     say("4. Checked against the checkpoint and the PyTorch reference")
-    report = run_json(["-m", "validate", str(container), "--source", str(CHECKPOINT), "--tolerance", TOLERANCE])
+    text = ["--text", str(HELD_OUT), "--max-tokens", str(N_TEXT_TOKENS)]
+    report = run_json(["-m", "validate", str(container), "--source", str(CHECKPOINT), "--tolerance", TOLERANCE, *text])
     show_validation(report)
 
     say(f"5. The same text continued by both, with the same dice ({N_TOKENS} tokens, temperature {TEMPERATURE})")
@@ -73,7 +76,8 @@ def show_validation(report: dict[str, Any]) -> None:
     for problem in report["problems"]:
         print(f"   problem: {problem}")
     structure, weights, logits = report["structure"], report["weights"], report["logits"]
-    if weights is None or logits is None or logits["kl"] is None:
+    text = report["text"]
+    if weights is None or logits is None or text is None:
         print("   CHECKS FAILED, some were not reached")
         return
     print(
@@ -84,7 +88,12 @@ def show_validation(report: dict[str, Any]) -> None:
     errors = (f"{kind} {100 * error:.2f} %" for kind, error in weights["relative_error"].items())
     print(f"   weights, relative error against the checkpoint: {', '.join(errors)}")
     print(f"   logits, runtime against the PyTorch reference: relative error {logits['relative_error']:.1e}")
-    print(f"   logits, converted against original model: KL {logits['kl']:.3f} nats")
+    kl, same = text["kl"], text["top1_agreement"]
+    print(
+        f"   {text['n_tokens']:,} tokens of unseen text, container against checkpoint: perplexity "
+        f"{text['perplexity_container']:.2f} against {text['perplexity_source']:.2f}, KL {kl['value']:.4f} nats, "
+        f"same first choice {100 * same['value']:.1f} %"
+    )
     print(f"   {'all checks hold' if report['ok'] else 'CHECKS FAILED'}")
 
 

@@ -9,8 +9,11 @@ from numpy.typing import NDArray
 
 from container.indices import unpack_indices
 from container.layout import ExpertQuant
+from convert.beam import ROW_BITS, BeamTables, bucket_groups
 
+F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
+Beam = tuple[tuple[int, ...], np.float32]  # choices so far, what they leave of |x|²
 
 
 def scaled(rows: NDArray[np.float32]) -> tuple[F64, F64]:
@@ -65,3 +68,89 @@ def plain_k_means(vectors: NDArray[np.float32], n_entries: int, *, rounds: int, 
         for entry in np.unique(nearest):
             centroids[entry] = points[nearest == entry].mean(axis=0)
     return centroids
+
+
+def sum_of_entries(codes: NDArray[Any], books: NDArray[Any]) -> F64:
+    """What `codes` [n, stages] decode to, [n, 8]."""
+    total: F64 = sum(book.astype(np.float64)[codes[:, stage]] for stage, book in enumerate(books))
+    return total
+
+
+def textbook_beam(vectors: NDArray[Any], books: NDArray[Any], width: int) -> NDArray[np.int64]:
+    """Codes [n, stages] by a beam search in its textbook form: of all candidates of a stage the best `width`."""
+    return np.array([_textbook_beam(vector.astype(np.float64), books, width) for vector in vectors])
+
+
+def _textbook_beam(vector: F64, books: NDArray[Any], width: int) -> tuple[int, ...]:
+    beams: list[tuple[tuple[int, ...], F64]] = [((), vector)]
+    for stage, book in enumerate(books):
+        errors = squared_distances(np.array([residual for _, residual in beams]), book)
+        best = np.argsort(errors, axis=None, kind="stable")[: 1 if stage == len(books) - 1 else width]
+        beams = [
+            ((*beams[beam][0], entry), beams[beam][1] - book[entry])
+            for beam, entry in (divmod(int(candidate), len(book)) for candidate in best)
+        ]
+    return beams[0][0]
+
+
+def bucketed_beam(vectors: F32, tables: BeamTables, width: int) -> NDArray[np.int64]:
+    """Codes [n, stages] by the beam search that the converter documents, vector by vector, with all its roundings."""
+    return np.array([_bucketed_beam(vector, tables, width) for vector in vectors])
+
+
+def _bucketed_beam(vector: F32, tables: BeamTables, width: int) -> tuple[int, ...]:
+    cost = np.float32(0)
+    for x in vector:
+        cost += x * x
+    beams: list[Beam] = [((), cost)]
+    for stage in range(tables.n_stages - 1):
+        costs = _added_costs(vector, tables, beams) + np.array([[cost] for _, cost in beams])
+        beams = _best_buckets(costs, beams, bucket_groups(stage, width), width)
+    added = _added_costs(vector, tables, beams)
+    costs = added + np.array([[cost] for _, cost in beams])
+    # of equal costs the first lane, then the first beam; there the entry that adds least
+    _, lane, beam = min((costs[beam, entry], entry % 16, beam) for beam, entry in np.ndindex(costs.shape))
+    return (*beams[beam][0], lane + 16 * int(added[beam, lane::16].argmin()))
+
+
+def _best_buckets(costs: F32, beams: list[Beam], n_groups: int, width: int) -> list[Beam]:
+    """Buckets are counted by beam, group and lane; entry = (row · groups + group) · 16 + lane.
+
+    Each keeps its smallest of `costs` [beams, entries], with the row in the lowest bits; of the buckets the smallest
+    `width` are kept, with the bucket's number above the row. What these bits leave of a cost is all that remains.
+    """
+    by_row = costs.reshape(len(beams), -1, n_groups, 16)
+    rows = np.arange(by_row.shape[1], dtype=np.uint32)
+    smallest = _tagged(by_row, ROW_BITS, rows[:, None, None]).min(axis=1).reshape(-1)
+    n_bits = ROW_BITS + (len(smallest) - 1).bit_length()
+    row_of = smallest.view(np.uint32) % 2**ROW_BITS
+    keys = _tagged(smallest, n_bits, row_of + 2**ROW_BITS * np.arange(len(smallest), dtype=np.uint32))
+    kept = []
+    for key in np.sort(keys)[:width]:
+        bucket, row = divmod(int(key.view(np.uint32)) % 2**n_bits, 2**ROW_BITS)
+        beam, place = divmod(bucket, n_groups * 16)
+        cost = _tagged(key[None], n_bits, np.uint32([0]))[0]
+        kept.append(((*beams[beam][0], row * n_groups * 16 + place), cost))
+    return kept
+
+
+def _tagged(costs: F32, n_bits: int, tags: NDArray[np.uint32]) -> F32:
+    """Costs with `tags` for their lowest bits."""
+    bits = np.ascontiguousarray(costs).view(np.uint32)
+    tagged: F32 = (bits - bits % np.uint32(2**n_bits) + tags).view(np.float32)
+    return tagged
+
+
+def _added_costs(vector: F32, tables: BeamTables, beams: list[Beam]) -> F32:
+    """[beams, entries] of the next stage: what each adds to the squared error, in the search's order of addition."""
+    stage, n_stages, n_entries = len(beams[0][0]), tables.n_stages, tables.n_entries
+    columns = tables.columns.reshape(n_stages, n_entries // 16, 8, 16)[stage]
+    products = tables.products.reshape(n_stages, n_stages, n_entries, n_entries)
+    dots = tables.norms.reshape(n_stages, n_entries)[stage]
+    for d in range(8):  # in f64 the product of two f32 is exact, so this rounds once, like a fused multiply-add
+        dots = (columns[:, d].reshape(-1).astype(np.float64) * np.float64(vector[d]) + dots).astype(np.float32)
+    added = np.tile(dots, (len(beams), 1))
+    for beam, (codes, _) in enumerate(beams):
+        for i, code in enumerate(codes):
+            added[beam] += products[i, stage, code]
+    return added

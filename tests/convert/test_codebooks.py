@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import faiss
 import numpy as np
 import pytest
 
 from container.layout import VQ2R, VQ3R, VQ4P
+from convert import codebooks
+from convert.beam import BeamTables, beam_search
 from convert.codebooks import train_codebooks
 from tests.convert import oracle
 from tests.convert.small import REPOSITORY
@@ -137,3 +140,75 @@ def test_training_is_quiet():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_the_vectors_that_judge_are_never_trained_on(monkeypatch):
+    """Else training would stop as soon as it has learnt them by heart."""
+    seen, judged = [], []
+
+    def spy(name, record):
+        original = getattr(codebooks, name)
+        monkeypatch.setattr(
+            codebooks, name, lambda vectors, *rest, **more: (record(vectors), original(vectors, *rest, **more))[1]
+        )
+
+    spy("_k_means", lambda vectors: seen.append(vectors.copy()))
+    spy("_round", seen.append)
+    spy("_squared_error", judged.append)
+    train_codebooks(gaussian(20_000), VQ2R, seed=0, beam_width=4)
+    assert len(judged) > 2
+    judges = {row.tobytes() for row in judged[0]}
+    assert len(judges) == 2500
+    first_stage, *rounds = (vectors for vectors in seen if len(vectors) == 17_500)
+    for vectors in (first_stage, *rounds):
+        assert not judges & {row.tobytes() for row in vectors}
+
+
+def beam_error(vectors: np.ndarray, books: np.ndarray, width: int = 4) -> float:
+    """Mean squared residual of a beam search."""
+    wide = books.astype(np.float32)
+    codes = beam_search(vectors, BeamTables.of(wide), width)
+    return float(np.square(vectors - oracle.sum_of_entries(codes, wide)).sum(axis=1).mean())
+
+
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.fmt.name)
+def test_books_trained_with_a_beam_serve_it_better(quant):
+    """On vectors not seen, than books trained for greedy search; those serve greedy search better."""
+    vectors, fresh = gaussian(20_000, seed=4), gaussian(2000, seed=5)
+    greedy, joint = (train_codebooks(vectors, quant, seed=0, beam_width=width) for width in (1, 16))
+    gain = 1 - beam_error(fresh, joint, 16) / beam_error(fresh, greedy, 16)
+    assert gain > (0.01 if quant.n_stages == 2 else 0.04)
+    assert error(fresh, greedy) < error(fresh, joint)
+
+
+SAMPLES = {
+    "one": gaussian(1),
+    "as many as entries": gaussian(256),
+    "zeros": np.zeros((1000, 8), dtype=np.float32),
+    "one vector": np.tile(np.float32([0.1, -0.2, 0.3, 1, 2, 3, -4, 0.05]), (1000, 1)),
+    "duplicates": np.tile(gaussian(50), (40, 1)),
+    "outlier": np.concatenate([gaussian(1999), np.full((1, 8), 60, dtype=np.float32)]),
+    "tiny": gaussian(3000) * np.float32(3e-4),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("quant", QUANTS, ids=lambda quant: quant.fmt.name)
+def test_a_beam_trains_on_anything(quant, sample):
+    """It may leave no more than greedy training does, and stores no entry that is subnormal or not finite."""
+    vectors = SAMPLES[sample]
+    before = vectors.copy()
+    greedy, joint = (train_codebooks(vectors, quant, seed=0, beam_width=width) for width in (1, 4))
+    assert (vectors == before).all()
+    assert np.isfinite(joint).all()
+    assert not ((joint != 0) & (np.abs(joint) < np.finfo(np.float16).smallest_normal)).any()
+    assert beam_error(vectors, joint) <= error(vectors, greedy) * 1.02 + 1e-5
+
+
+def test_threads_do_not_matter_to_beam_training():
+    vectors = gaussian(40_000)
+    alone = train_codebooks(vectors, VQ4P, seed=0, beam_width=3)
+    with ThreadPoolExecutor(3) as threads:
+        together = train_codebooks(vectors, VQ4P, seed=0, beam_width=3, parallel=threads.map)
+    assert alone.tobytes() == together.tobytes()
+    assert alone.tobytes() != train_codebooks(vectors, VQ4P, seed=1, beam_width=3).tobytes()

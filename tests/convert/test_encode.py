@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from container.indices import unpack_indices
 from container.layout import VQ2R, VQ3R, VQ4P, ExpertQuant
+from convert.beam import BeamTables
 from convert.codebooks import train_codebooks
-from convert.encode import EncodedRows, Encoder
+from convert.encode import MOST_SEARCHES_AGAIN, EncodedRows, Encoder, improve_odd_rows
 from tests.convert import oracle
 
 QUANTS = {quant.fmt.name: quant for quant in (VQ3R, VQ2R, VQ4P)}
@@ -40,11 +41,20 @@ def decoded(encoded: EncodedRows, rows: np.ndarray, quant: ExpertQuant, books: n
 
 def test_codes_are_the_greedy_ones(quant_books):
     quant, books = quant_books
-    rows = gaussian(70, 64, seed=2) * np.exp(gaussian(70, 1, seed=3))
+    rows = gaussian(9, 512, seed=2) * np.exp(gaussian(9, 1, seed=3))  # too long to be odd by chance
     encoded = encode(rows, quant, books)
     codes = unpack_indices(encoded.indices, rows.shape, quant).reshape(-1, quant.n_stages)
     expected, _ = oracle.greedy(oracle.scaled(rows)[0].reshape(-1, 8), books)
     assert (codes == expected).all(axis=1).mean() > 0.995  # all but ties
+
+
+def test_codes_are_those_of_the_beam(quant_books):
+    quant, books = quant_books
+    rows = gaussian(3, 512, seed=2) * np.exp(gaussian(3, 1, seed=3))
+    codes = unpack_indices(encode(rows, quant, books, beam_width=6).indices, rows.shape, quant)
+    vectors = oracle.scaled(rows)[0].astype(np.float32).reshape(-1, 8)
+    expected = oracle.bucketed_beam(vectors, BeamTables.of(books.astype(np.float32)), 6)
+    assert (codes.reshape(expected.shape) == expected).all(axis=1).mean() > 0.95  # all but the ties of short costs
 
 
 def test_the_scale_is_the_least_squares_optimum(quant_books):
@@ -141,3 +151,39 @@ def test_books_that_fit_nothing_are_survived():
     assert np.isfinite(encoded.scales).all()
     assert (encoded.scales > 0).all()
     assert encoded.squared_errors.sum() == pytest.approx(encoded.squared_norms.sum())
+
+
+@pytest.mark.parametrize(("found", "is_better"), [(0.9, False), (1.0, False), (1.2, True)])
+def test_odd_rows_keep_the_better_of_two_searches(found, is_better):
+    """Row 1 comes out at twice its row scale. What half of it decodes to explains `found` of its norm of 1.25."""
+    codes, sums, scales = (
+        np.zeros((3, 1, 3), np.uint8),
+        np.float64([[1, 1, 1.1], [2, 1, 5], [0, 0, 1]]),
+        np.full(3, 3.0),
+    )
+    calls = []
+
+    def search_again(numbers, divisors):
+        calls.append((numbers.tolist(), divisors.tolist()))
+        return np.ones((1, 1, 3), np.uint8), np.float64([[found, found, 1.25]])
+
+    improve_odd_rows(codes, sums, scales, search_again)
+    assert calls == [([1], [2.0])] * (2 if is_better else 1)  # a second time in vain
+    wanted = (1, [1.2, 1.2, 1.25], 6) if is_better else (0, [2, 1, 5], 3)
+    assert (codes[1, 0, 0], sums[1].tolist(), scales[1]) == wanted
+    assert (codes[[0, 2]] == 0).all()
+    assert sums[[0, 2]].tolist() == [[1, 1, 1.1], [0, 0, 1]]
+    assert scales[[0, 2]].tolist() == [3, 3]
+
+
+def test_searching_again_ends():
+    """However long it helps."""
+    n_calls = 0
+
+    def search_again(numbers, divisors):
+        nonlocal n_calls
+        n_calls += 1
+        return np.zeros((1, 1, 3), np.uint8), np.float64([[1, 0.9, 1.2]]) / divisors[:, None] ** 2 * 0.5**n_calls
+
+    improve_odd_rows(np.zeros((1, 1, 3), np.uint8), np.float64([[1, 0.9, 1.2]]), np.ones(1), search_again)
+    assert n_calls == MOST_SEARCHES_AGAIN

@@ -78,7 +78,7 @@ def test_one_layer_reads_its_own_tensors_only(tmp_path, reads):
 def test_strips_do_not_shape_the_container(tmp_path, monkeypatch, k3):
     """Memory is a question of strips, the bytes are not."""
     monkeypatch.setattr("convert.trunk.STRIP_WEIGHTS", 3 * 128)
-    monkeypatch.setattr("convert.experts.STRIP_ROWS", 128)
+    monkeypatch.setattr("convert.encode.STRIP_ROWS", 128)
     convert_here(k3.source, tmp_path / "container")
     assert (tmp_path / "container" / "trunk.bin").read_bytes() == k3.files["trunk.bin"]
     assert (tmp_path / "container" / "experts-L1.bin").read_bytes() == k3.files["experts-L1.bin"]

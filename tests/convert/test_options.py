@@ -91,4 +91,4 @@ def test_a_loop_of_links_is_refused(tmp_path, source, output):
 
 def test_shaping_options_are_those_that_shape(tmp_path):
     options = ConvertOptions(source=tmp_path / "a", output=tmp_path / "b", workers=3, layers=frozenset({1}), seed=7)
-    assert options.shaping == {"seed": 7, "trunk_bits": 4, "format": "VQ3R", "quality": "balanced"}
+    assert options.shaping == {"seed": 7, "trunk_bits": 4, "format": "VQ3R", "quality": "balanced", "device": "cpu"}

@@ -44,13 +44,27 @@ def test_a_plain_folder(tmp_path):
 
 def test_what_is_recorded(k3):
     found = identity(k3.source, seed=5, workers=3)
-    assert found["options"] == {"seed": 5, "trunk_bits": 4, "format": "VQ3R"}
+    assert found["options"] == {
+        "seed": 5,
+        "trunk_bits": 4,
+        "format": "VQ3R",
+        "quality": "balanced",
+        "device": "cpu",
+    }
     assert set(found["libraries"]) == set(LIBRARIES)
     assert found["libraries"]["numpy"] == version("numpy") != "unknown"
     shards = {path.name: path.stat().st_size for path in k3.source.glob("*.safetensors")}
     assert {name: shard["bytes"] for name, shard in found["source"]["shards"].items()} == shards
     assert json.loads(json.dumps(found)) == found
     assert str(k3.source) not in json.dumps(found)  # the same weights elsewhere are the same weights
+
+
+def test_a_device_counts_by_its_kind(k3):
+    """Not by its number; and torch's version may change what a GPU gives."""
+    found = identity(k3.source, device="cuda:1")
+    assert found == identity(k3.source, device="cuda") | {"source": found["source"]}
+    assert found["options"]["device"] == "cuda"
+    assert set(found["libraries"]) == {*LIBRARIES, "torch"}
 
 
 def test_the_manifest_holds_it(k3):
@@ -78,7 +92,7 @@ def test_one_fine_tuned_tensor_is_noticed(k3, tmp_path):
     assert identity(other) != identity(k3.source)
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"trunk_bits": 8}])
+@pytest.mark.parametrize("change", [{"seed": 1}, {"trunk_bits": 8}, {"device": "cuda"}])
 def test_shaping_options_are_part_of_it(k3, change):
     assert identity(k3.source, **change) != identity(k3.source)
 
