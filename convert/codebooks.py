@@ -42,10 +42,10 @@ STRETCH = 1.0
 GREEDY_SWEEPS, JOINT_SWEEPS = 1, 5
 # (vectors, rounds) before a beam is used, and where greedy search is all there is.
 GREEDY_START = ((65_536, 10), (131_072, 10))
-GREEDY_ALONE = ((65_536, 10), (262_144, 20))
+GREEDY_ALONE = ((65_536, 8), (131_072, 10))
 # (vectors, most rounds); None: the whole sample. A series ends after PATIENCE rounds without an error lower by
 # WORTH_A_ROUND, squared.
-JOINT: tuple[tuple[int | None, int], ...] = ((131_072, 4), (None, 12))
+JOINT: tuple[tuple[int | None, int], ...] = ((131_072, 4), (None, 8))
 PATIENCE = 3
 WORTH_A_ROUND = 1e-4
 

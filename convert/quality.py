@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, unique
+
+from container.layout import ExpertQuant
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,16 @@ class Quality(Enum):
     BALANCED = "balanced"
     BEST = "best"
 
-    @property
-    def effort(self) -> Effort:
-        """What this quality does. docs/encoding.md has what each step gains."""
-        return _EFFORTS[self]
+    def effort(self, quant: ExpertQuant) -> Effort:
+        """What this quality does in a format. docs/encoding.md has what each step gains."""
+        effort = _EFFORTS[self]
+        if self is Quality.BALANCED and quant.n_stages > 3:  # a beam's work grows with the stages
+            return replace(effort, beam_width=12, training_width=12)
+        return effort
 
 
 _EFFORTS = {
-    Quality.FAST: Effort(beam_width=1, training_width=1, sample_vectors=262_144),
+    Quality.FAST: Effort(beam_width=1, training_width=1, sample_vectors=131_072),
     Quality.BALANCED: Effort(beam_width=16, training_width=16, sample_vectors=524_288),
     Quality.BEST: Effort(beam_width=48, training_width=32, sample_vectors=1_048_576),
 }

@@ -168,7 +168,7 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
             weight_map=prepared.source.weight_maps[job.id],
             expert_names=prepared.plan.architecture.experts,
             seed=options.seed,
-            effort=options.quality.effort,
+            effort=options.quality.effort(options.quant),
             device=options.device,
             n_threads=prepared.threads_per_worker(n_workers),
         )

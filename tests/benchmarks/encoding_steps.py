@@ -44,7 +44,7 @@ def steps(sample: np.ndarray, threads: ThreadPoolExecutor) -> Iterator[tuple[Exp
     """Format, how the codebooks were made, the codebooks, and the width of the beam they are searched with."""
     start = initial_codebooks(sample, VQ3R, seed=0)
     yield VQ3R, "k-means, stage by stage", start, 1
-    greedy = refined_codebooks(sample[: Quality.FAST.effort.sample_vectors], start, VQ3R, 1, threads.map)
+    greedy = refined_codebooks(sample[: Quality.FAST.effort(VQ3R).sample_vectors], start, VQ3R, 1, threads.map)
     yield VQ3R, "+ greedy rounds (`fast`)", greedy, 1
     for width in (2, 4, 8, 16, 48):
         yield VQ3R, "the same", greedy, width
@@ -53,7 +53,7 @@ def steps(sample: np.ndarray, threads: ThreadPoolExecutor) -> Iterator[tuple[Exp
         yield VQ3R, f"joint, for a beam of 8, on {n_vectors:,} vectors", books, 8
     for quality in (Quality.BALANCED, Quality.BEST):
         for quant in (VQ3R, VQ4P, VQ2R):
-            effort = quality.effort
+            effort = quality.effort(quant)
             begun = initial_codebooks(sample, quant, seed=0)
             books = refined_codebooks(sample[: effort.sample_vectors], begun, quant, effort.training_width, threads.map)
             yield quant, f"joint (`{quality.value}`)", books, effort.beam_width

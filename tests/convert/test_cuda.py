@@ -74,7 +74,7 @@ def test_decoding_is_the_processors_to_the_bit(name):
 def test_speed_and_memory_at_k3_shape(quant_books, quality):
     """Matrices of K3 experts, two at a time as in a conversion; reading them is not counted."""
     quant, books = quant_books
-    encoder = make_encoder(books, quant, quality.effort.beam_width, CUDA)
+    encoder = make_encoder(books, quant, quality.effort(quant).beam_width, CUDA)
     source, raw = random_mxfp4(*K3_MATRIX)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -69,7 +69,7 @@ def trained(rows: np.ndarray, quality: Quality) -> Encoder:
     sample = rows.copy()
     scale_rows(sample, np.empty(len(rows)))
     vectors = np.random.default_rng(0).permutation(sample.reshape(-1, 8))
-    effort = quality.effort
+    effort = quality.effort(VQ3R)
     books = train_codebooks(vectors, VQ3R, seed=0, beam_width=effort.training_width)
     return Encoder(books.astype(np.float32), VQ3R, effort.beam_width)
 
