@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 import convert.run
 from convert.options import ConvertOptions
 from convert.pool import Watcher, Work
+from convert.quality import Quality
 from convert.run import Summary
 from tests.checkpoints import k3_config, kimi_linear_config, write_checkpoint
 from tests.checkpoints.folder import shard_names
@@ -71,8 +72,9 @@ def write_small(
 
 
 def convert_here(source: Path, output: Path, **options: Any) -> tuple[Summary, str]:
-    """A conversion whose workers are real processes: its summary and what it said."""
+    """A conversion whose workers are real processes: its summary and what it said. Fast, unless told otherwise."""
     stream = io.StringIO()
+    options = {"quality": Quality.FAST, **options}
     return convert.run.convert(ConvertOptions(source=source, output=output, **options), stream), stream.getvalue()
 
 
@@ -105,9 +107,9 @@ def serial_work(work: Work[Any, Any], watcher: Watcher[Any], *, n_workers: int) 
 
 
 def run_cli(*arguments: str | Path, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-    """`python -m convert` as a user runs it, its output captured."""
+    """`python -m convert` as a user runs it, its output captured; fast, unless told otherwise."""
     return subprocess.run(
-        [sys.executable, "-m", "convert", *map(str, arguments)],
+        [sys.executable, "-m", "convert", "--quality", "fast", *map(str, arguments)],
         cwd=cwd,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

@@ -27,7 +27,7 @@ def command(capsys, in_this_process):
 
     def run(*arguments) -> CompletedProcess[str]:
         try:
-            code = main([str(argument) for argument in arguments])
+            code = main(["--quality", "fast", *(str(argument) for argument in arguments)])
         except SystemExit as stop:  # argparse's way out
             code = int(stop.code or 0)
         captured = capsys.readouterr()

@@ -177,7 +177,7 @@ def test_books_trained_with_a_beam_serve_it_better(quant):
     vectors, fresh = gaussian(20_000, seed=4), gaussian(2000, seed=5)
     greedy, joint = (train_codebooks(vectors, quant, seed=0, beam_width=width) for width in (1, 16))
     gain = 1 - beam_error(fresh, joint, 16) / beam_error(fresh, greedy, 16)
-    assert gain > (0.01 if quant.n_stages == 2 else 0.04)
+    assert gain > (0.01 if quant.n_stages == 2 else 0.03)
     assert error(fresh, greedy) < error(fresh, joint)
 
 

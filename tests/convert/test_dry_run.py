@@ -14,6 +14,7 @@ from convert.arch import detect
 from convert.options import ConvertOptions
 from convert.plan import plan_conversion
 from convert.prepare import dry_run
+from convert.quality import Quality
 from tests.convert.small import REPOSITORY, convert_here, write_small
 
 K3_DATA = REPOSITORY.parent / "shared" / "data" / "k3"
@@ -90,9 +91,10 @@ def test_a_folder_of_another_build_is_a_problem(tmp_path, k3):
     """Unfinished or finished: the dry run says what the run would say."""
     convert_here(k3.source, tmp_path / "unfinished", workers=1, layers=frozenset({0}))
     for output in (tmp_path / "unfinished", k3.output):
-        same = dry_run(ConvertOptions(source=k3.source, output=output))
+        same = dry_run(ConvertOptions(source=k3.source, output=output, quality=Quality.FAST))
         assert same["problems"] == []
-        (problem,) = dry_run(ConvertOptions(source=k3.source, output=output, seed=7))["problems"]
+        other = ConvertOptions(source=k3.source, output=output, quality=Quality.FAST, seed=7)
+        (problem,) = dry_run(other)["problems"]
         assert f"{output}: begun with other options, library versions or another source" in problem
         assert "options.seed: there 0, now 7" in problem
 

@@ -19,7 +19,18 @@ class Running:
     def __init__(self, source: Path, output: Path, *options: str) -> None:
         self.output = output
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "convert", str(source), str(output), "--workers", "2", *options],
+            [
+                sys.executable,
+                "-m",
+                "convert",
+                str(source),
+                str(output),
+                "--workers",
+                "2",
+                "--quality",
+                "fast",
+                *options,
+            ],
             cwd=REPOSITORY,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,

@@ -24,6 +24,7 @@ import convert.run
 from container.errors import BuildError
 from container.layout import MANIFEST_NAME
 from convert.options import ConvertOptions
+from convert.quality import Quality
 from tests.convert.small import contents, differences, serial_work
 
 MAX_STEPS = 500
@@ -82,7 +83,7 @@ def fill() -> None:
 
 
 def run(source: Path, output: Path) -> None:
-    convert.run.convert(ConvertOptions(source=source, output=output), io.StringIO())
+    convert.run.convert(ConvertOptions(source=source, output=output, quality=Quality.FAST), io.StringIO())
 
 
 def forked(function: Callable[[], str | None]) -> tuple[int, str]:

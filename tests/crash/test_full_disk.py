@@ -74,7 +74,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("n_kib", [512, 1090, 1250])
 def test_a_full_disk(tmp_path, small_disk, k3, n_kib):
     output = small_disk(n_kib) / "out"
-    done = run_script(tmp_path, UNCHECKED, k3.source, output, "--workers", "2")
+    done = run_script(tmp_path, UNCHECKED, k3.source, output, "--workers", "2", "--quality", "fast")
     assert (done.returncode, done.stdout) == (1, "")
     assert "Traceback" not in done.stderr
     message = done.stderr.splitlines()[-1]
@@ -82,7 +82,7 @@ def test_a_full_disk(tmp_path, small_disk, k3, n_kib):
     assert message.endswith("finished layers are kept. Make room and run the same command to continue")
     assert not (output / "manifest.json").exists()
     small_disk(200 << 10)
-    resumed = run_cli(k3.source, output, "--workers", "2")
+    resumed = run_cli(k3.source, output, "--workers", "2", "--quality", "fast")
     assert resumed.returncode == 0, resumed.stderr
     assert_same(output, k3.files)
 
@@ -97,7 +97,7 @@ def test_the_space_is_counted_before(small_disk, k3):
 
 def test_files_that_may_not_grow(tmp_path, k3):
     """RLIMIT_FSIZE: the same way out, in the system's own words."""
-    done = run_script(tmp_path, LIMITED, 500_000, k3.source, tmp_path / "out", "--workers", "2")
+    done = run_script(tmp_path, LIMITED, 500_000, k3.source, tmp_path / "out", "--workers", "2", "--quality", "fast")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [f"error: {tmp_path / 'out'}: File too large; run the same command to continue"]
     resumed = run_cli(k3.source, tmp_path / "out", "--workers", "2", "--json")

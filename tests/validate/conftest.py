@@ -12,6 +12,7 @@ import pytest
 
 from container.layout import VQ3R, ExpertQuant
 from convert.options import ConvertOptions
+from convert.quality import Quality
 from convert.run import convert
 from tests.checkpoints import k3_config, kimi_linear_config, write_checkpoint
 
@@ -29,7 +30,9 @@ def converted(folder: Path, config: Mapping[str, Any], *, quant: ExpertQuant = V
     """Write a checkpoint and convert it, in one worker."""
     checkpoint, container = folder / "checkpoint", folder / "container"
     write_checkpoint(checkpoint, config, **options)
-    convert(ConvertOptions(source=checkpoint, output=container, workers=1, quant=quant), io.StringIO())
+    convert(
+        ConvertOptions(source=checkpoint, output=container, workers=1, quant=quant, quality=Quality.FAST), io.StringIO()
+    )
     return Converted(config, checkpoint, container)
 
 
