@@ -149,7 +149,7 @@ def test_q4g_row():
     np.testing.assert_array_equal(unpack_rows(values, scales, 130, TrunkFormat.Q4G), row)
 
 
-def test_q4g_reads_the_value_that_is_never_written():
+def test_q4g_reads_its_lowest_value():
     values = np.full((1, 64), 0x80, dtype=np.uint8)  # -8, 0
     weights = unpack_rows(values, np.array([[0.5]], dtype=np.float16), 4, TrunkFormat.Q4G)
     assert weights.tolist() == [[-4, 0, -4, 0]]
