@@ -8,13 +8,12 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from convert.simd import N_LANES, aligned, fma, load, minimum, splat, store, where_less
+from convert.simd import LARGEST, N_LANES, aligned, fma, load, minimum, splat, store, where_less
 
 Array = npt.NDArray[Any]
 
 # Vectors per block of the search: 8 dimensions × 512 × 4 bytes fill a third of a 48 KiB first-level cache.
 BLOCK = 512
-LARGEST = np.float32(3e38)
 
 
 def greedy_search(vectors: npt.NDArray[np.float32], entries: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:

@@ -25,6 +25,8 @@ make_array: Any = arrayobj.make_array
 get_or_insert_function: Any = cgutils.get_or_insert_function
 
 N_LANES = 16
+# Above every cost that a search compares, and still finite.
+LARGEST = np.float32(3e38)
 
 _FLOAT = ir.FloatType()
 _INT = ir.IntType(32)
