@@ -10,6 +10,7 @@ import gzip
 import io
 import os
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,32 +33,38 @@ MAX_JSON_BYTES = 1 << 30
 class Checkpoint:
     """An opened checkpoint folder. Not to be shared between processes; cheap to open again."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], weight_map: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        weight_map: dict[str, str],
+        headers: Mapping[str, ShardHeader] | None = None,
+    ) -> None:
         self.folder = folder
         self.config = config  # config.json as released
         self.weight_map = weight_map  # tensor -> shard file name
-        self._headers: dict[str, ShardHeader] = {}
+        self._headers = dict(headers or {})
         self._files: dict[str, int] = {}
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path, headers: Mapping[str, ShardHeader] | None = None) -> Checkpoint:
         """Read config and weight map; no shard is touched, unless it is the only one and there is no index.
 
-        Raises SourceError (ConfigError, ShardError) when the folder is no checkpoint.
+        `headers` are those of shards that are known without being here. Raises SourceError (ConfigError, ShardError)
+        when the folder is no checkpoint.
         """
         if not folder.is_dir():
             raise SourceError(f"{folder}: no such folder; give the folder that holds {CONFIG_NAME} and the shards")
         config = _json_object(folder / CONFIG_NAME, ConfigError)
         for name in (INDEX_NAME, f"{INDEX_NAME}.gz"):
             if (folder / name).is_file():
-                return cls(folder, config, _weight_map(folder / name))
-        single = folder / SINGLE_NAME
-        if not single.is_file():
-            raise SourceError(f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME} found: no weights here")
-        header = read_shard_header(single)
-        checkpoint = cls(folder, config, dict.fromkeys(header.tensors, SINGLE_NAME))
-        checkpoint._headers[SINGLE_NAME] = header
-        return checkpoint
+                return cls(folder, config, _weight_map(folder / name), headers)
+        header = (headers or {}).get(SINGLE_NAME)
+        if header is None:
+            if not (folder / SINGLE_NAME).is_file():
+                raise SourceError(f"{folder}: neither {INDEX_NAME} nor {SINGLE_NAME} found: no weights here")
+            header = read_shard_header(folder / SINGLE_NAME)
+        return cls(folder, config, dict.fromkeys(header.tensors, SINGLE_NAME), {SINGLE_NAME: header})
 
     def __contains__(self, name: object) -> bool:
         return name in self.weight_map
@@ -66,6 +73,14 @@ class Checkpoint:
     def shard_names(self) -> list[str]:
         """Every shard the weight map names, sorted."""
         return sorted(set(self.weight_map.values()))
+
+    def has_shard(self, shard_name: str) -> bool:
+        """True when the shard is in the folder, whatever it may hold."""
+        return (self.folder / shard_name).exists()
+
+    def knows_shard(self, shard_name: str) -> bool:
+        """True when `shard` has a header to give or to refuse: the shard is here, or its header came from elsewhere."""
+        return shard_name in self._headers or self.has_shard(shard_name)
 
     def shard(self, shard_name: str) -> ShardHeader:
         """Header of one shard, read and checked once. Raises ShardError."""
@@ -129,14 +144,18 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, what: str) ->
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    index = _json_object(path, SourceError)
+    return check_weight_map(_json_object(path, SourceError), str(path))
+
+
+def check_weight_map(index: Mapping[str, Any], where: str) -> dict[str, str]:
+    """Tensor → shard, of an index's JSON object. Raises SourceError, beginning with `where`, for a malformed one."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise SourceError(f"{path}: `weight_map` is missing or empty")
+        raise SourceError(f"{where}: `weight_map` is missing or empty")
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not is_plain_file_name(shard):
             raise SourceError(
-                f"{path}: `weight_map` must give a plain file name for tensor {tensor}, found {shown(shard)}"
+                f"{where}: `weight_map` must give a plain file name for tensor {tensor}, found {shown(shard)}"
             )
     return weight_map
 

@@ -9,8 +9,11 @@
     ├── PreflightError           several problems at once, one line each
     ├── FormatError              a container's bytes do not follow docs/FORMAT.md
     │   └── IntegrityError       well-formed bytes whose checksum does not match
+    ├── BusyError                another run holds the folder
+    ├── DownloadError            a checkpoint cannot be fetched
+    │   ├── HubError             the hub does not give the repository, the revision or a file
+    │   └── TransferError        a file's bytes do not arrive, or arrive wrong
     ├── BuildError               the output folder cannot be (or could not be) built in
-    │   ├── BusyError            another run holds the folder
     │   ├── MismatchError        the folder belongs to a run with other options, seed or source
     │   └── WorkerError          a worker process died
     └── CheckError               a comparison could not be carried out
@@ -81,12 +84,24 @@ class IntegrityError(FormatError):
     """Well-formed bytes whose checksum does not match."""
 
 
+class BusyError(MoedockError):
+    """Another run holds the folder."""
+
+
+class DownloadError(MoedockError):
+    """A checkpoint cannot be fetched."""
+
+
+class HubError(DownloadError):
+    """The hub does not give the repository, the revision or a file."""
+
+
+class TransferError(DownloadError):
+    """A file's bytes do not arrive, or arrive wrong."""
+
+
 class BuildError(MoedockError):
     """The output folder cannot be built in."""
-
-
-class BusyError(BuildError):
-    """Another run holds the output folder."""
 
 
 class MismatchError(BuildError):

@@ -30,10 +30,19 @@ def available_memory() -> int | None:
 
 def free_disk(folder: Path) -> int:
     """Free bytes on the file system that holds `folder`, or would hold it once created."""
-    folder = folder.resolve()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(_existing(folder)).free
+
+
+def same_disk(one: Path, other: Path) -> bool:
+    """True when two folders, existing or to be made, lie on one file system."""
+    return _existing(one).stat().st_dev == _existing(other).stat().st_dev
+
+
+def forget_cached(path: Path) -> None:
+    """Ask the kernel to drop a synced file from its page cache, so that the next read is one of the disk."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def peak_memory() -> int:
@@ -53,6 +62,14 @@ def cgroup_folders(root: Path, own: Path) -> list[Path]:
         group = base / path.lstrip("/")
         folders += [group, *(parent for parent in group.parents if parent == base or base in parent.parents)]
     return folders or [root]
+
+
+def _existing(folder: Path) -> Path:
+    """The folder itself, or the one that it would be made in."""
+    folder = folder.resolve()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def _cgroup_cores(folder: Path) -> float | None:

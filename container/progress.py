@@ -9,6 +9,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 LINE_SECONDS = 30.0
+BYTES = "B"  # the unit of which lines tell total and rate, too
 
 
 class ProgressReport:
@@ -60,7 +61,10 @@ class ProgressReport:
         elapsed = self._last_line - self._started
         left = f", about {duration(elapsed * (self._total - done) / done)} left" if done else ""
         share = 100 * done / self._total if self._total else 100
-        self.say(f"{self._title}: {share:.1f} % after {duration(elapsed)}{left}")
+        total, rate = "", ""
+        if self._unit == BYTES:
+            total, rate = f" of {size(self._total)}", f", {size(done / elapsed)}/s"
+        self.say(f"{self._title}: {share:.1f} %{total} after {duration(elapsed)}{rate}{left}")
 
 
 def duration(seconds: float) -> str:

@@ -79,17 +79,23 @@ def read_shard_header(path: Path) -> ShardHeader:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise ShardError(f"{path}: is not a regular file")
-        file_bytes = status.st_size
         with path.open("rb") as file:
-            raw_length = file.read(LENGTH.size)
-            header_bytes = _header_length(raw_length, file_bytes, path)
-            raw = file.read(header_bytes)
+            start = file.read(LENGTH.size)
+            raw = file.read(header_size(start, status.st_size, path) - LENGTH.size)
     except OSError as error:
         raise ShardError(f"{path}: cannot be read ({os.strerror(error.errno or 0)})") from None
-    if len(raw) != header_bytes:
+    return parse_shard_header(start + raw, status.st_size, path)
+
+
+def parse_shard_header(raw: bytes, file_bytes: int, path: Path) -> ShardHeader:
+    """Check the first bytes of a shard of `file_bytes`, from its first byte to its first weight; `path` names it.
+
+    Raises ShardError as `read_shard_header` does.
+    """
+    data_offset = header_size(raw[: LENGTH.size], file_bytes, path)
+    if len(raw) != data_offset:
         raise ShardError(f"{path}: the file ended inside its header")
-    data_offset = LENGTH.size + header_bytes
-    entries = _parse(raw, path)
+    entries = _parse(raw[LENGTH.size :], path)
     tensors = sorted(
         (_tensor(name, entry, data_offset, path) for name, entry in entries.items()),
         key=lambda tensor: (tensor.offset, tensor.n_bytes, tensor.name),
@@ -98,17 +104,18 @@ def read_shard_header(path: Path) -> ShardHeader:
     return ShardHeader(path, file_bytes, data_offset, {tensor.name: tensor for tensor in tensors})
 
 
-def _header_length(raw: bytes, file_bytes: int, path: Path) -> int:
-    if len(raw) < LENGTH.size:
+def header_size(start: bytes, file_bytes: int, path: Path) -> int:
+    """Bytes from a shard's first to its first weight, by its first 8 bytes. Raises ShardError."""
+    if len(start) < LENGTH.size:
         raise ShardError(f"{path}: {file_bytes} bytes are too few for a safetensors file")
-    (length,) = LENGTH.unpack(raw)
+    (length,) = LENGTH.unpack(start)
     if length > MAX_HEADER_BYTES:
         raise ShardError(f"{path}: header of {length} bytes announced, at most {MAX_HEADER_BYTES} allowed")
     if LENGTH.size + length > file_bytes:
         raise ShardError(
             f"{path}: header of {length} bytes announced in a file of {file_bytes}: truncated, download it again"
         )
-    return int(length)
+    return LENGTH.size + int(length)
 
 
 def _parse(raw: bytes, path: Path) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from container import checkpoint as checkpoint_module
-from container.checkpoint import Checkpoint
+from container.checkpoint import Checkpoint, check_weight_map
 from container.errors import ConfigError, ShardError, SourceError
+from container.shards import read_shard_header
 from tests import strategies
 
 INDEX = "model.safetensors.index.json"
@@ -172,3 +173,62 @@ def test_bad_configs_are_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read as JSON"):
         Checkpoint.open(tmp_path)
+
+
+def test_headers_from_elsewhere_stand_in_for_shards(tmp_path):
+    """What is known of a shard that went, or has not come yet."""
+    write(tmp_path)
+    headers = {SHARDS[0]: read_shard_header(tmp_path / SHARDS[0])}
+    (tmp_path / SHARDS[0]).unlink()
+    checkpoint = Checkpoint.open(tmp_path, headers)
+    assert [checkpoint.has_shard(shard) for shard in SHARDS] == [False, True]
+    assert [checkpoint.knows_shard(shard) for shard in SHARDS] == [True, True]
+    assert checkpoint.shard(SHARDS[0]) is headers[SHARDS[0]]
+    assert (checkpoint.entry("a").shape, checkpoint.entry("b").shape) == ((3, 4), (5,))
+    with pytest.raises(ShardError, match=f"{SHARDS[0]}: cannot be opened"):
+        checkpoint.read("a")
+    np.testing.assert_array_equal(checkpoint.read("b"), B)
+    assert list(headers) == [SHARDS[0]]  # what the checkpoint learns of others stays with it
+    checkpoint.close()
+
+
+def test_a_header_from_elsewhere_serves_once_the_shard_is_here(tmp_path):
+    header = read_shard_header(write(tmp_path) / SHARDS[0])
+    data = (tmp_path / SHARDS[0]).read_bytes()
+    (tmp_path / SHARDS[0]).unlink()
+    checkpoint = Checkpoint.open(tmp_path, {SHARDS[0]: header})
+    (tmp_path / SHARDS[0]).write_bytes(data)
+    assert checkpoint.has_shard(SHARDS[0])
+    np.testing.assert_array_equal(checkpoint.read("a").view("<f4").reshape(3, 4), A)
+    checkpoint.close()
+
+
+def test_a_shard_that_nobody_knows(tmp_path):
+    write(tmp_path)
+    for shard in SHARDS:
+        (tmp_path / shard).unlink()
+    (tmp_path / SHARDS[1]).mkdir()  # whatever it is, it is there to be refused
+    checkpoint = Checkpoint.open(tmp_path)
+    assert [checkpoint.has_shard(shard) for shard in SHARDS] == [False, True]
+    assert [checkpoint.knows_shard(shard) for shard in SHARDS] == [False, True]
+
+
+def test_a_header_from_elsewhere_is_enough_for_a_single_shard(tmp_path):
+    single = tmp_path / "model.safetensors"
+    save_file({"a": A, "b": B}, single)
+    (tmp_path / "config.json").write_text("{}")
+    header = read_shard_header(single)
+    single.unlink()
+    checkpoint = Checkpoint.open(tmp_path, {single.name: header})
+    assert checkpoint.weight_map == {"a": single.name, "b": single.name}
+    assert checkpoint.shard(single.name) is header
+    assert not checkpoint.has_shard(single.name)
+    with pytest.raises(SourceError, match="no weights here"):
+        Checkpoint.open(tmp_path, {"model-00001-of-00001.safetensors": header})
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": {"t": "../x"}}, {"weight_map": {"t": None}}])
+def test_a_weight_map_from_elsewhere_is_checked(index):
+    with pytest.raises(SourceError, match="^the repository's index: `weight_map` "):
+        check_weight_map(index, "the repository's index")
+    assert check_weight_map({"weight_map": WEIGHT_MAP, "metadata": 1}, "") == WEIGHT_MAP

@@ -5,6 +5,7 @@ import math
 import os
 import struct
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from container.errors import ShardError
-from container.shards import ShardHeader, read_shard_header
+from container.shards import LENGTH, ShardHeader, header_size, parse_shard_header, read_shard_header
 from tests import strategies
 
 TORCH_DTYPES = {
@@ -196,3 +197,70 @@ def test_hostile_values_are_refused_or_harmless(tmp_path, data):
     except ShardError:
         return
     assert sum(tensor.n_bytes for tensor in header.tensors.values()) == 21
+
+
+def parsed(path: Path, data: bytes, file_bytes: int | None = None) -> ShardHeader:
+    """The header of a shard that is elsewhere: first its length, then as many bytes as that says."""
+    file_bytes = len(data) if file_bytes is None else file_bytes
+    return parse_shard_header(data[: header_size(data[: LENGTH.size], file_bytes, path)], file_bytes, path)
+
+
+def outcome(found: Callable[[], ShardHeader]) -> ShardHeader | str:
+    try:
+        return found()
+    except ShardError as error:
+        return str(error)
+
+
+def assert_read_alike(folder: Path, data: bytes) -> None:
+    """From a file and from bytes: the same header, or the same words of refusal."""
+    path = folder / "model-00001-of-00002.safetensors"
+    assert outcome(lambda: read(folder, data)) == outcome(lambda: parsed(path, data))
+
+
+@given(library_tensors())
+def test_a_header_can_be_read_without_its_shard(tmp_path, tensors):
+    data = save(tensors)
+    header = read(tmp_path, data)
+    assert parsed(header.path, data) == header
+    assert parsed(header.path, data[: header.data_offset], len(data)) == header
+    assert header_size(data[:8], len(data), header.path) == header.data_offset == 8 + int.from_bytes(data[:8], "little")
+
+
+def test_every_truncation_is_refused_alike(tmp_path):
+    for n in range(len(SMALL)):
+        assert_read_alike(tmp_path, SMALL[:n])
+        assert isinstance(outcome(lambda n=n: read(tmp_path, SMALL[:n])), str)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_shards_are_refused_alike(tmp_path, name):
+    assert_read_alike(tmp_path, HOSTILE[name][0])
+
+
+@given(st.data())
+def test_damage_is_seen_alike(tmp_path, data):
+    assert_read_alike(tmp_path, data.draw(strategies.damaged(SMALL)))
+
+
+def test_a_header_with_too_few_or_too_many_bytes_is_refused(tmp_path):
+    path = tmp_path / "shard"
+    size = header_size(SMALL[:8], len(SMALL), path)
+    assert parse_shard_header(SMALL[:size], len(SMALL), path).data_offset == size
+    for n in (8, 9, size - 1, size + 1, len(SMALL)):
+        with pytest.raises(ShardError, match=f"^{path}: the file ended inside its header$"):
+            parse_shard_header(SMALL[:n], len(SMALL), path)
+    for n in range(8):
+        with pytest.raises(ShardError, match=f"^{path}: {len(SMALL)} bytes are too few for a safetensors file$"):
+            header_size(SMALL[:n], len(SMALL), path)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path, monkeypatch):
+    """Its size was taken before."""
+    path = tmp_path / "shard"
+    path.write_bytes(SMALL)
+    status = path.stat()
+    path.write_bytes(SMALL[:20])
+    monkeypatch.setattr(Path, "stat", lambda _: status)
+    with pytest.raises(ShardError, match="the file ended inside its header"):
+        read_shard_header(path)
