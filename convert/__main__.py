@@ -22,7 +22,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Turn a Kimi K3 or Kimi-Linear checkpoint into a container. Resumes an interrupted conversion: "
         "run the same command again.",
     )
-    parser.add_argument("source", metavar="SRC", type=Path, help="checkpoint folder as Hugging Face lays it out")
+    parser.add_argument(
+        "source", metavar="SRC", help="checkpoint folder as Hugging Face lays it out, or hf://ORG/NAME[@REVISION]"
+    )
     parser.add_argument("output", metavar="OUT", type=Path, help="folder of the container, new or of the same build")
     parser.add_argument(
         "--workers", type=int, metavar="N", help="processes (default: one per available core, as memory allows)"
@@ -46,6 +48,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device", default="cpu", help="what encodes the experts: cpu, cuda or cuda:N, a GPU's number (default: cpu)"
+    )
+    parser.add_argument(
+        "--reclaim",
+        choices=("off", "dry", "on"),
+        default="off",
+        help="on: delete each shard of SRC once all that is made of it is safe; dry: only say so (default: off)",
+    )
+    parser.add_argument("--staging", type=Path, metavar="DIR", help="folder that shards of hf:// pass through")
+    parser.add_argument(
+        "--staging-size", default="60GB", metavar="SIZE", help="of the shards in it at once (default: 60GB)"
     )
     parser.add_argument("--dry-run", action="store_true", help="check and print the plan, write nothing")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -74,14 +86,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     # imported only now: --help should not wait for compiled kernels, and Ctrl-C while they load is caught
+    from container.errors import UsageError
     from container.layout import EXPERT_QUANTS, ExpertFormat
     from convert import describe, prepare, run
-    from convert.options import ConvertOptions, parse_layers
+    from convert.options import ConvertOptions, Reclaim, parse_layers, parse_remote, parse_size
     from convert.quality import Quality
 
+    remote = parse_remote(arguments.source)
+    if (remote is None) != (arguments.staging is None):
+        raise UsageError("--staging DIR goes with SRC hf://ORG/NAME, and only with it")
     options = ConvertOptions(
-        source=arguments.source,
+        source=Path(arguments.source) if remote is None else arguments.staging,
         output=arguments.output,
+        remote=remote,
+        staging_bytes=parse_size(arguments.staging_size),
+        reclaim=Reclaim(arguments.reclaim),
         workers=arguments.workers,
         layers=None if arguments.layers is None else parse_layers(arguments.layers),
         seed=arguments.seed,
@@ -92,7 +111,7 @@ def _run(arguments: argparse.Namespace) -> int:
         dry_run=arguments.dry_run,
     )
     if options.dry_run:
-        plan = prepare.dry_run(options)
+        plan = prepare.dry_run(options, sys.stderr)
         print(json.dumps(plan, indent=1) if arguments.json else describe.dry_run_text(plan))
         return 1 if plan["problems"] else 0
     summary = run.convert(options, sys.stderr)

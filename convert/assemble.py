@@ -25,6 +25,7 @@ from convert.plan import ConversionPlan
 from convert.report import make_report
 from convert.report_html import report_html
 from convert.sidecars import Sidecars
+from download.ledger import Origin
 
 
 def assemble(
@@ -33,6 +34,7 @@ def assemble(
     records: Mapping[str, FinishedJob],
     sidecars: Sidecars,
     provenance: Mapping[str, Any],
+    origin: Origin,
 ) -> Manifest:
     """Publish codebooks, trunk, sidecars and report, then the manifest; then the build folder goes.
 
@@ -49,7 +51,7 @@ def assemble(
             publish_bytes(output / name, data)
         if name not in UNCHECKED_NAMES:
             files[name] = FileEntry.of_bytes(data)
-    _publish_report(output, make_report(plan, records, provenance))
+    _publish_report(output, make_report(plan, records, provenance, origin))
     build.trunk.replace(output / TRUNK_NAME)
     sync_folder(output)
     crc32 = {name: crc for record in records.values() for name, crc in record.trunk_crc32.items()}

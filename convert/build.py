@@ -7,18 +7,18 @@ manifest has been published. Every record is published atomically after what it 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from container.errors import BuildError, BusyError, FormatError, MismatchError
+from container.errors import BuildError, FormatError, MismatchError
 from container.layout import BUILD_FOLDER, MANIFEST_NAME, TRUNK_NAME
+from container.lock import held_lock
 from container.manifest import FileEntry, Manifest
 from container.publish import leftovers, publish_bytes, remove_leftovers, sync_folder
 from container.strict_json import parse_object
@@ -117,29 +117,9 @@ class BuildFolder:
         paths += [*leftovers(self.output), *leftovers(self.folder)]
         return sum(path.stat().st_size for path in paths if path.is_file())
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder against other runs. A dead run's lock is free by itself: the kernel drops it.
-
-        Raises BusyError, naming the holder, when another run is alive here.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / LOCK_NAME
-        with path.open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(file.fileno()).st_nlink == 0:
-                    raise BlockingIOError  # the run that held it finished just now and took the folder with it
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read().strip() or "unknown"
-                raise BusyError(
-                    f"{self.output}: another conversion is running here (process {holder}); wait for it or stop it"
-                ) from None
-            file.truncate(0)
-            file.write(f"{os.getpid()} on {os.uname().nodename}\n")
-            file.flush()
-            yield
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the folder against other runs. Raises BusyError, naming the holder, when another run is alive here."""
+        return held_lock(self.folder / LOCK_NAME, "another conversion")
 
     def claim(self, identity: dict[str, Any]) -> None:
         """Make this the folder's build, or confirm that it already is. Clears what a killed run left over.
@@ -150,12 +130,14 @@ class BuildFolder:
         path = self.folder / IDENTITY_NAME
         if not path.exists():
             publish_bytes(path, _to_bytes(identity))
-            sync_folder(self.output)
         for folder in (self.output, self.folder):
             remove_leftovers(folder)
         final = self.output / TRUNK_NAME
         if final.exists() and not self.trunk.exists():
             final.replace(self.trunk)  # killed between publishing the trunk and the manifest
+        # shards may be deleted for what is found here: names that a killed run did not come to sync must last, too
+        for folder in (self.folder, self.output, self.output.resolve().parent):
+            sync_folder(folder)
 
     def require_same(self, identity: dict[str, Any]) -> None:
         """Raises MismatchError when a container or an unfinished build of another identity is here."""

@@ -29,7 +29,7 @@ def dry_run_text(plan: Mapping[str, Any]) -> str:
         f"container: {size(plan['total_bytes'])} ({plan['total_bytes']:,} bytes)",
         f"memory:    {size(plan['peak_memory_bytes'])} at most, {plan['workers']} worker(s) × "
         f"{plan['threads_per_worker']} thread(s)",
-        f"disk:      {size(plan['free_disk_bytes'])} free",
+        f"disk:      {size(plan['room_bytes'])} needed, {size(plan['free_disk_bytes'])} free",
     ]
     if plan["names_only"]:
         lines.append("no shard is here: planned from names and config alone")
@@ -41,7 +41,8 @@ def dry_run_text(plan: Mapping[str, Any]) -> str:
 def summary_text(summary: Summary, output: Path) -> str:
     """A run's result for people."""
     if summary.already_complete:
-        return f"{output} is complete; `python -m validate {output}` proves it"
+        notes = "".join(f"note: {note}\n" for note in summary.notes)
+        return f"{notes}{output} is complete; `python -m validate {output}` proves it"
     lines = []
     if summary.n_jobs_done:
         lines = [

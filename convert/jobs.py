@@ -14,7 +14,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from container.checkpoint import Checkpoint
-from container.machine import peak_memory
+from container.errors import BuildError
+from container.machine import forget_cached, peak_memory
 from container.manifest import FileEntry
 from convert.arch.base import ExpertNames
 from convert.build import BuildFolder, FinishedJob, publish_record
@@ -44,6 +45,7 @@ class JobInput:
     effort: Effort
     device: str
     n_threads: int
+    prove: bool  # read the output back from the disk: its source will be deleted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,8 @@ def _die_with(sentinel: int) -> None:
 def convert_job(job: JobInput, progress: Progress) -> JobOutcome:
     """Write the job's trunk slices and bank, make them durable, then publish the job's record.
 
-    Raises SourceError, WeightError for the source; OSError when the disk is full.
+    Raises SourceError, WeightError for the source; OSError when the disk is full; BuildError when `prove` finds that
+    the disk does not hold what was written.
     """
     checkpoint = Checkpoint(job.source, {}, dict(job.weight_map))
     build, timing = BuildFolder(job.output), Timing()
@@ -93,6 +96,8 @@ def convert_job(job: JobInput, progress: Progress) -> JobOutcome:
             seconds=timing.seconds,
         )
         publish_record(build.record(job.plan.id), record)
+        if job.prove:
+            _require_proof(job)
     finally:
         threads.shutdown(cancel_futures=True)
         checkpoint.close()
@@ -133,8 +138,16 @@ def _bank_job(
     )
 
 
+def _require_proof(job: JobInput) -> None:
+    build = BuildFolder(job.output)
+    proof = prove_job(job.plan, job.output)
+    if not isinstance(proof, FinishedJob):
+        build.record(job.plan.id).unlink()
+        raise BuildError(f"{proof}, right after it was written: is the disk sound? Nothing was given back for it")
+
+
 def prove_job(plan: JobPlan, output: Path) -> FinishedJob | str:
-    """Compare a finished job's output with its record. Returns the record, or what does not hold."""
+    """Compare a job's output, as the disk has it, with its record. Returns the record, or what does not hold."""
     build = BuildFolder(output)
     record = build.read_record(plan)
     if record is None:
@@ -143,10 +156,16 @@ def prove_job(plan: JobPlan, output: Path) -> FinishedJob | str:
         (output / plan.experts.bank.file if plan.experts else None, record.bank),
         (build.codebooks(plan.id), record.codebooks),
     ):
-        if entry is not None and path is not None and (not path.is_file() or FileEntry.of_file(path) != entry):
-            return f"{path} is missing or does not match its checksum"
+        if entry is None or path is None:
+            continue
+        if not path.is_file():
+            return f"{path} is missing"
+        forget_cached(path)
+        if FileEntry.of_file(path) != entry:
+            return f"{path} does not match its checksum"
     if not build.trunk.is_file():
         return f"{build.trunk} is missing"
+    forget_cached(build.trunk)
     for item in plan.trunk:
         if _slice_crc(build.trunk, item) != record.trunk_crc32[item.entry.name]:
             return f"{build.trunk}: {item.entry.name} does not match its checksum"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from container.errors import UsageError, shown
@@ -11,13 +13,33 @@ from container.model import MAX_LAYERS
 from convert.device import CPU, is_device, kind_of
 from convert.quality import Quality
 
+REMOTE_PREFIX = "hf://"
+
+
+class Reclaim(Enum):
+    """Whether a local checkpoint's shards are deleted once all that is made of them is safe."""
+
+    OFF = "off"
+    DRY = "dry"  # only say when they would be
+    ON = "on"
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A repository on the hub."""
+
+    repository: str  # ORG/NAME
+    revision: str | None  # None: the one that the staging folder was begun with, or main
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """One conversion's options. `workers`, `layers` and `dry_run` may change between resumed runs."""
+    """One conversion's options. `workers`, `layers`, `reclaim` and `dry_run` may change between resumed runs."""
 
-    source: Path
+    source: Path  # the checkpoint; for a remote one the staging folder
     output: Path
+    remote: Remote | None = None
+    staging_bytes: int = 60 * 10**9  # of shards in the staging folder at once
     workers: int | None = None  # None: as the machine allows
     layers: frozenset[int] | None = None  # None: all, and everything outside the layers
     seed: int = 0
@@ -25,6 +47,7 @@ class ConvertOptions:
     quant: ExpertQuant = VQ3R
     quality: Quality = Quality.BALANCED
     device: str = CPU  # that searches the experts' codes
+    reclaim: Reclaim = Reclaim.OFF
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -36,11 +59,14 @@ class ConvertOptions:
             raise UsageError(f"--seed must be between 0 and {(1 << 31) - 1}, found {self.seed}")
         if self.layers is not None and not self.layers:
             raise UsageError("--layers names no layer")
+        if self.remote is not None and self.reclaim is not Reclaim.OFF:
+            raise UsageError("--reclaim is for local checkpoints; a staging folder is always given back")
         if not is_device(self.device):
             raise UsageError(f"--device must be cpu, cuda or cuda:N, found {shown(self.device)}")
         source, output = _resolved(self.source), _resolved(self.output)
         if source == output or source in output.parents or output in source.parents:
-            raise UsageError(f"SRC {source} and OUT {output} must not lie inside each other")
+            name = "SRC" if self.remote is None else "--staging"
+            raise UsageError(f"{name} {source} and OUT {output} must not lie inside each other")
 
     @property
     def shaping(self) -> dict[str, object]:
@@ -52,6 +78,25 @@ class ConvertOptions:
             "quality": self.quality.value,
             "device": kind_of(self.device),
         }
+
+
+def parse_remote(text: str) -> Remote | None:
+    """The repository of `hf://ORG/NAME[@REVISION]`; None for anything that is no such address. Raises UsageError."""
+    if not text.startswith(REMOTE_PREFIX):
+        return None
+    repository, at, revision = text.removeprefix(REMOTE_PREFIX).rstrip("/").partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository) or (at and not revision):
+        raise UsageError(f"{shown(text)}: a repository is given as hf://ORG/NAME or hf://ORG/NAME@REVISION")
+    return Remote(repository, revision or None)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size like 60GB (10⁹), 500MB or 55GiB (2³⁰). Raises UsageError."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE | re.ASCII)
+    if not found or (found[3] and not found[2]):
+        raise UsageError(f"--staging-size must be a size like 60GB, found {shown(text)}")
+    power = " KMGT".index(found[2].upper() or " ")
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def parse_layers(text: str) -> frozenset[int]:

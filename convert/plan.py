@@ -7,6 +7,7 @@ trunk.bin in any order and in any process.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from container.layout import (
@@ -48,7 +49,7 @@ class LayerExperts:
 class JobPlan:
     """One unit of work, done by one process and repeated whole after an interruption."""
 
-    id: str  # "L12" or OUTSIDE
+    id: str  # "L12", OUTSIDE, or "outside-1" where that is split
     layer: int | None
     trunk: tuple[TrunkSlice, ...]
     experts: LayerExperts | None
@@ -56,7 +57,10 @@ class JobPlan:
     @property
     def label(self) -> str:
         """What messages call it."""
-        return f"layer {self.layer}" if self.layer is not None else "embedding, head and other tensors outside layers"
+        if self.layer is not None:
+            return f"layer {self.layer}"
+        first, more = self.trunk[0].entry.name, len(self.trunk) - 1
+        return f"{first} and {more} more outside the layers" if more else f"{first}, outside the layers"
 
     @property
     def n_weights(self) -> int:
@@ -76,10 +80,14 @@ class ConversionPlan:
     trunk_bytes: int
 
     @property
+    def slices(self) -> tuple[TrunkSlice, ...]:
+        """Trunk tensors in file order, whichever jobs write them."""
+        return tuple(sorted((item for job in self.jobs for item in job.trunk), key=lambda item: item.entry.offset))
+
+    @property
     def trunk(self) -> tuple[TrunkEntry, ...]:
         """Trunk entries in file order, without checksums."""
-        slices = [item.entry for job in self.jobs for item in job.trunk]
-        return tuple(sorted(slices, key=lambda entry: entry.offset))
+        return tuple(item.entry for item in self.slices)
 
     @property
     def banks(self) -> dict[int, BankEntry]:
@@ -107,6 +115,20 @@ class ConversionPlan:
         if layers is None:
             return self.jobs
         return tuple(job for job in self.jobs if job.layer in layers)
+
+
+def split_outside(plan: ConversionPlan, shards_of: Callable[[str], frozenset[str]]) -> ConversionPlan:
+    """The plan with one job for each group of shards that tensors outside the layers lie in.
+
+    The embedding is in a checkpoint's first shard, the head in its last: a single job would need both at once.
+    `shards_of` gives the shards of a source tensor.
+    """
+    outside, *layers = plan.jobs
+    groups: dict[frozenset[str], list[TrunkSlice]] = {}
+    for item in outside.trunk:
+        groups.setdefault(shards_of(item.tensor.source), []).append(item)
+    jobs = [replace(outside, id=f"{OUTSIDE}-{n}", trunk=tuple(items)) for n, items in enumerate(groups.values(), 1)]
+    return replace(plan, jobs=(*jobs, *layers))
 
 
 def plan_conversion(architecture: Architecture, quant: ExpertQuant, trunk_bits: int) -> ConversionPlan:

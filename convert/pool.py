@@ -20,7 +20,7 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from multiprocessing.sharedctypes import RawArray
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from container.errors import WorkerError
 from convert.jobs import Progress, follow_parent
@@ -52,22 +52,46 @@ class Watcher(Generic[Outcome]):
     tick: Callable[[Sequence[int]], None]  # progress of every task, several times a second
 
 
-def run_work(work: Work[Task, Outcome], watcher: Watcher[Outcome], *, n_workers: int) -> None:
-    """Run all tasks in spawned processes; returns when all are done.
+class Feed(Protocol):
+    """Says which task may start next, and hears which are done."""
 
-    Raises what a task raised, first come first; WorkerError, naming the task, when a worker process died.
+    def take(self) -> int | None:
+        """The number of a task that may start now, each once; None when there is none now. May raise."""
+
+    def finished(self, number: int) -> None:
+        """A task's outcome is here."""
+
+
+class InOrder:
+    """The feed of tasks that can start at any time."""
+
+    def __init__(self, n_tasks: int) -> None:
+        self._left = iter(range(n_tasks))
+
+    def take(self) -> int | None:
+        """The next."""
+        return next(self._left, None)
+
+    def finished(self, number: int) -> None:
+        """Nobody waits for it."""
+
+
+def run_work(work: Work[Task, Outcome], watcher: Watcher[Outcome], *, n_workers: int, feed: Feed | None = None) -> None:
+    """Run all tasks in spawned processes, as `feed` lets them start (default: in order); returns when all are done.
+
+    Raises what a task or the feed raised, first come first; WorkerError, naming the task, when a worker process died.
     In both cases, and on KeyboardInterrupt, every worker has ended before this function is left.
     """
     slots = RawArray("q", 2 * len(work.tasks))  # per task: process id, progress
-    context = _Workers()
+    context = _Workers(n_workers)
     executor = ProcessPoolExecutor(n_workers, mp_context=context, initializer=_start_worker, initargs=(slots,))
-    try:
+
+    def start(number: int) -> Future[Outcome]:
         with _interrupts_held():
-            futures = {
-                executor.submit(_run_task, work.function, task, number): number
-                for number, task in enumerate(work.tasks)
-            }
-        _watch(futures, watcher, slots, context.started)
+            return executor.submit(_run_task, work.function, work.tasks[number], number)
+
+    try:
+        _watch(start, feed or InOrder(len(work.tasks)), watcher, slots, context)
     except BrokenProcessPool:
         raise WorkerError(_obituary(context.started, slots, work.labels)) from None
     finally:
@@ -79,8 +103,9 @@ def run_work(work: Work[Task, Outcome], watcher: Watcher[Outcome], *, n_workers:
 class _Workers(SpawnContext):
     """Spawns the pool's processes and remembers them, dead ones too."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__()
+        self.most = most
         self._made: list[SpawnProcess] = []
 
     def Process(self, *args: Any, **kwargs: Any) -> SpawnProcess:  # type: ignore[override]  # noqa: N802
@@ -110,22 +135,32 @@ def _run_task(function: Callable[[Task, Progress], Outcome], task: Task, number:
 
 
 def _watch(
-    futures: dict[Future[Outcome], int], watcher: Watcher[Outcome], slots: Any, workers: Sequence[BaseProcess]
+    start: Callable[[int], Future[Outcome]], feed: Feed, watcher: Watcher[Outcome], slots: Any, workers: _Workers
 ) -> None:
-    """Wait for all futures. Raises BrokenProcessPool for a dead worker.
+    """Start what may start, as many at a time as there are workers, until all is done.
 
-    The pool alone would not do: it watches a worker that it started late only after its next event, which may be
-    the end of a long job (seen with CPython 3.11).
+    Raises BrokenProcessPool for a dead worker. The pool alone would not do: it watches a worker that it started late
+    only after its next event, which may be the end of a long job (seen with CPython 3.11).
     """
-    waiting = set(futures)
-    while waiting:
-        finished, waiting = wait(waiting, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+    left = len(slots) // 2
+    running: dict[Future[Outcome], int] = {}
+    while left:
+        while len(running) < workers.most and (number := feed.take()) is not None:
+            running[start(number)] = number
+        if running:
+            finished, _ = wait(running, timeout=POLL_SECONDS, return_when=FIRST_COMPLETED)
+        else:
+            time.sleep(POLL_SECONDS)
+            finished = set()
         watcher.tick(slots[1::2])
-        for future in sorted(finished, key=futures.__getitem__):
+        for future in sorted(finished, key=running.__getitem__):
             outcome = future.result()
-            slots[2 * futures[future]] = 0
-            watcher.done(futures[future], outcome)
-        if waiting and _dead(workers):
+            number = running.pop(future)
+            slots[2 * number] = 0
+            left -= 1
+            feed.finished(number)
+            watcher.done(number, outcome)
+        if left and _dead(workers.started):
             raise BrokenProcessPool
 
 

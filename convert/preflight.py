@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container as Names
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -50,19 +51,14 @@ class SourceCheck:
     """What the names and shards of a checkpoint say about a conversion."""
 
     problems: tuple[str, ...]
-    absent_shards: tuple[str, ...]
     weight_maps: Mapping[str, Mapping[str, str]]  # job id -> part name -> shard
 
 
 def check_source(checkpoint: Checkpoint, architecture: Architecture, jobs: Iterable[JobPlan]) -> SourceCheck:
     """Check that every tensor of `jobs` exists and, for shards that are there, that each can be read."""
     problems: list[str] = []
-    absent: list[str] = []
     readable: set[str] = set()
-    for shard in checkpoint.shard_names:
-        if not (checkpoint.folder / shard).exists():
-            absent.append(shard)
-            continue
+    for shard in filter(checkpoint.knows_shard, checkpoint.shard_names):
         try:
             checkpoint.shard(shard)
             readable.add(shard)
@@ -85,12 +81,12 @@ def check_source(checkpoint: Checkpoint, architecture: Architecture, jobs: Itera
         used.update(weight_map)
         if len(problems) >= MAX_PROBLEMS:
             problems.insert(0, f"stopped looking after {job.label}: is this config.json the one of these shards?")
-            return SourceCheck(tuple(problems), tuple(absent), weight_maps)
+            return SourceCheck(tuple(problems), weight_maps)
     problems += _unknown_tensors(checkpoint, architecture, used)
-    return SourceCheck(tuple(problems), tuple(absent), weight_maps)
+    return SourceCheck(tuple(problems), weight_maps)
 
 
-def _tensor_problems(checkpoint: Checkpoint, wanted: Wanted, encoding: Encoding, readable: set[str]) -> list[str]:
+def _tensor_problems(checkpoint: Checkpoint, wanted: Wanted, encoding: Encoding, readable: Names[str]) -> list[str]:
     """What is wrong with one tensor's parts; nothing is known of parts in shards that are not readable."""
     names = encoding.part_names(wanted.name)
     if not all(checkpoint.weight_map[name] in readable for name in names):
@@ -111,14 +107,15 @@ def _unknown_tensors(checkpoint: Checkpoint, architecture: Architecture, used: s
     return [f"tensors that are not part of {architecture.arch} as this program knows it: {some}{more}"]
 
 
-def check_machine(options: ConvertOptions, plan: ConversionPlan, build: BuildFolder, n_workers: int) -> list[str]:
-    """Problems of the output folder, the disk, the memory and the device."""
+def check_machine(
+    options: ConvertOptions, plan: ConversionPlan, build: BuildFolder, n_workers: int, room_bytes: int
+) -> list[str]:
+    """Problems of the output folder, the disk (of which `room_bytes` must be free), the memory and the device."""
     problem = build.problem()
     problems = [] if problem is None else [problem]
-    missing_bytes = plan.total_bytes + SMALL_FILES_BYTES - build.bytes_present(plan)
     free = free_disk(options.output)
-    if free < missing_bytes:
-        problems.append(f"disk: {size(missing_bytes)} still to be written to {options.output}, {size(free)} free")
+    if free < room_bytes:
+        problems.append(f"disk: {size(room_bytes)} needed at {options.output}, {size(free)} free")
     needed, available = n_workers * worker_memory(plan, options.device), available_memory()
     if available is not None and needed > available:
         problems.append(

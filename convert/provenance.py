@@ -1,42 +1,42 @@
-"""Where a container's weights come from and what made it: the manifest's `provenance` and a build's identity.
+"""What a container was made of and by: the manifest's `provenance` and a build's identity.
 
-Only facts that decide the bytes stand here, no times and no paths, so that equal inputs give equal manifests.
+Only facts that decide the bytes stand here, no times, no paths and no places, so that equal inputs give equal
+manifests: the same weights are the same source wherever they came from.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from container.checkpoint import CONFIG_NAME, Checkpoint
-from container.shards import ShardHeader
+from container.fingerprint import ShardFingerprint, file_fingerprint
 from convert.device import CPU
 from convert.options import ConvertOptions
+from download.ledger import Ledger, Origin
 
 TOOL = "moedock"
 # Libraries whose version can change the bytes of any conversion.
 LIBRARIES = ("faiss-cpu", "numba", "numpy")
-# Read from each shard to tell a source from another; 64 seeks a shard take a second even on a slow disk.
-SAMPLE_PIECES = 64
-SAMPLE_PIECE_BYTES = 4096
 
 
-def provenance(checkpoint: Checkpoint, options: ConvertOptions) -> dict[str, Any]:
-    """The identity of a conversion. Every shard must be there; their headers are read."""
-    repository, revision = repository_of(checkpoint.folder)
+def provenance(
+    checkpoint: Checkpoint, options: ConvertOptions, known: Mapping[str, ShardFingerprint] | None = None
+) -> dict[str, Any]:
+    """The identity of a conversion. Every shard must be there, or its fingerprint be `known`."""
     shards = {}
     for name in checkpoint.shard_names:
-        header = checkpoint.shard(name)
-        shards[name] = {"bytes": header.file_bytes, **_digests(header)}
+        found = None if checkpoint.has_shard(name) else (known or {}).get(name)
+        found = found or file_fingerprint(checkpoint.folder / name, checkpoint.shard(name))
+        shards[name] = found.to_json()
     return {
         "tool": {"name": TOOL, "version": version(TOOL)},
         "libraries": {name: version(name) for name in libraries(options.device)},
         "options": options.shaping,
         "source": {
-            "repository": repository,
-            "revision": revision,
             "config_sha256": hashlib.sha256((checkpoint.folder / CONFIG_NAME).read_bytes()).hexdigest(),
             "shards": shards,
         },
@@ -48,20 +48,20 @@ def libraries(device: str) -> tuple[str, ...]:
     return LIBRARIES if device == CPU else (*LIBRARIES, "torch")
 
 
-def repository_of(folder: Path) -> tuple[str | None, str | None]:
-    """(repository, revision) of a folder that huggingface_hub made; None for what it does not tell.
+def origin_of(folder: Path, ledger: Ledger) -> Origin:
+    """Where a folder was filled from, as far as it tells: by its ledger, or as huggingface_hub leaves folders.
 
     A cache snapshot lies at models--ORG--NAME/snapshots/REVISION; a download into a local folder leaves the
     revision in the first line of .cache/huggingface/download/config.json.metadata.
     """
+    if ledger.origin is not None:
+        return ledger.origin
     resolved = folder.resolve()
     if resolved.parent.name == "snapshots" and resolved.parent.parent.name.startswith("models--"):
-        return resolved.parent.parent.name.removeprefix("models--").replace("--", "/"), resolved.name
+        return Origin(resolved.parent.parent.name.removeprefix("models--").replace("--", "/"), resolved.name)
     record = resolved / ".cache" / "huggingface" / "download" / f"{CONFIG_NAME}.metadata"
-    if record.is_file():
-        lines = record.read_text(errors="replace").splitlines()
-        return None, lines[0].strip() if lines else None
-    return None, None
+    lines = record.read_text(errors="replace").splitlines() if record.is_file() else []
+    return Origin(None, lines[0].strip() if lines else None)
 
 
 def version(distribution: str) -> str:
@@ -70,15 +70,3 @@ def version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def _digests(header: ShardHeader) -> dict[str, str]:
-    """Of the header, and of pieces spread over the weights: two models of one shape differ in nothing but these."""
-    n_bytes = header.file_bytes - header.data_offset
-    pieces = hashlib.sha256()
-    with header.path.open("rb") as file:
-        header_sha256 = hashlib.sha256(file.read(header.data_offset)).hexdigest()
-        for n in range(SAMPLE_PIECES):
-            file.seek(header.data_offset + n_bytes * n // SAMPLE_PIECES)
-            pieces.update(file.read(SAMPLE_PIECE_BYTES))
-    return {"header_sha256": header_sha256, "sample_sha256": pieces.hexdigest()}

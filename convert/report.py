@@ -1,7 +1,8 @@
 """The figures of a conversion, from the records of its jobs: what `report.json` holds and `report.html` draws.
 
 Errors are relative, ‖w - w'‖ / ‖w‖. Everything is in the plan's order, whatever the order in which jobs ended.
-`seconds` is the only part that differs from run to run.
+`seconds` differ from run to run, and `origin` says where the source came from, which decides no byte; the rest is the
+same for the same source and options.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from convert.bank_report import EXPERTS, ROW_ERROR_BINS, BankFigures, rounded
 from convert.build import FinishedJob
 from convert.plan import ConversionPlan, JobPlan
 from convert.timing import STEPS, add_seconds
+from download.ledger import Origin
 
 # Expert matrices and rows named for the whole model.
 OUTLIERS = 20
 SECONDS = "seconds"
+ORIGIN = "origin"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 Layers = Mapping[int, BankFigures]
 
 
 def make_report(
-    plan: ConversionPlan, records: Mapping[str, FinishedJob], provenance: Mapping[str, Any]
+    plan: ConversionPlan, records: Mapping[str, FinishedJob], provenance: Mapping[str, Any], origin: Origin
 ) -> dict[str, Any]:
     """The report of a conversion whose every job has its record."""
     layers: dict[int, BankFigures] = {}
@@ -39,11 +42,11 @@ def make_report(
         figures = records[job.id].experts
         if job.experts is not None and figures is not None:
             layers[job.experts.layer] = figures
-    trunk_errors = {
-        item.entry.name: records[job.id].trunk_errors[item.entry.name] for job in plan.jobs for item in job.trunk
-    }
+    found = {name: error for record in records.values() for name, error in record.trunk_errors.items()}
+    trunk_errors = {entry.name: found[entry.name] for entry in plan.trunk}
     return {
-        "model": _model(plan, provenance),
+        "model": _model(plan),
+        ORIGIN: asdict(origin),
         "settings": dict(provenance["options"]),
         "tool": dict(provenance["tool"]),
         "libraries": dict(provenance["libraries"]),
@@ -71,12 +74,9 @@ def mean_error(records: Mapping[str, FinishedJob]) -> float | None:
     return math.sqrt(math.fsum(error * error for error in errors) / len(errors)) if errors else None
 
 
-def _model(plan: ConversionPlan, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    source = provenance["source"]
+def _model(plan: ConversionPlan) -> dict[str, Any]:
     return {
         "arch": plan.architecture.arch,
-        "repository": source["repository"],
-        "revision": source["revision"],
         "n_layers": plan.architecture.model.n_layers,
         "n_expert_layers": len(plan.banks),
         "n_experts_per_layer": max((bank.n_experts for bank in plan.banks.values()), default=0),
@@ -85,7 +85,7 @@ def _model(plan: ConversionPlan, provenance: Mapping[str, Any]) -> dict[str, Any
 
 def _weights(plan: ConversionPlan) -> dict[str, int]:
     total = sum(job.n_weights for job in plan.jobs)
-    trunk = sum(math.prod(item.tensor.shape) for job in plan.jobs for item in job.trunk)
+    trunk = sum(math.prod(item.tensor.shape) for item in plan.slices)
     return {"experts": total - trunk, "trunk": trunk}
 
 
@@ -161,11 +161,10 @@ def _entropy(counts: Sequence[int]) -> float:
 def _trunk(plan: ConversionPlan, errors: Mapping[str, float]) -> list[dict[str, Any]]:
     """Trunk errors by kind of tensor: the tensors whose names differ only in numbers, and that share a format."""
     groups: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for job in plan.jobs:
-        for item in job.trunk:
-            name = item.entry.name
-            key = (_NUMBER.sub("*", name), item.entry.fmt.name)
-            groups.setdefault(key, []).append((math.prod(item.tensor.shape), errors[name]))
+    for item in plan.slices:
+        name = item.entry.name
+        key = (_NUMBER.sub("*", name), item.entry.fmt.name)
+        groups.setdefault(key, []).append((math.prod(item.tensor.shape), errors[name]))
     return [
         {
             "tensors": pattern,

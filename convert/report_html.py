@@ -9,7 +9,7 @@ from typing import Any
 from container.progress import duration, size
 from convert.page import facts, figure, folded, large, page, paragraph, percent, section, table, tiles
 from convert.plots import BAR_LEFT, Bar, Plot, Slots, bars, bars_height, slot_stacks
-from convert.report import SECONDS
+from convert.report import ORIGIN, SECONDS
 from convert.report_experts import LAYER, expert_sections
 
 Report = Mapping[str, Any]
@@ -29,7 +29,7 @@ def report_html(report: Report) -> str:
 
 
 def _name(report: Report) -> str:
-    return str(report["model"]["repository"] or report["model"]["arch"])
+    return str(report[ORIGIN]["repository"] or report["model"]["arch"])
 
 
 def _header(report: Report) -> str:
@@ -55,7 +55,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     n_experts = f" with {model['n_experts_per_layer']} experts each" if model["n_expert_layers"] else ""
     return [
         ("model", f"{model['arch']}: {model['n_layers']} layers, {model['n_expert_layers']} of them{n_experts}"),
-        ("source", " at revision ".join(filter(None, (model["repository"], model["revision"]))) or "a local folder"),
+        ("source", " at revision ".join(filter(None, report[ORIGIN].values())) or "a local folder"),
         ("settings", _listed(report["settings"])),
         ("experts", f"{n_weights['experts']:,} weights in {size(n_bytes['experts'])}"),
         ("trunk", f"{n_weights['trunk']:,} weights in {size(n_bytes['trunk'])}"),

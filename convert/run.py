@@ -16,14 +16,16 @@ from container.progress import ProgressReport, size
 from convert.assemble import assemble
 from convert.bank_report import EXPERTS
 from convert.build import BuildFolder, FinishedJob
+from convert.feed import ShardFeed
 from convert.jobs import JobInput, JobOutcome, Progress, convert_job, prove_job
 from convert.options import ConvertOptions
+from convert.order import Needs
 from convert.plan import JobPlan
 from convert.pool import Watcher, Work, run_work
-from convert.preflight import check_machine
-from convert.prepare import Prepared, absent_shards, prepare
+from convert.prepare import Prepared, prepare
 from convert.provenance import provenance
 from convert.report import mean_error
+from convert.supply import open_supply
 from convert.timing import add_seconds
 
 
@@ -60,15 +62,19 @@ def convert(options: ConvertOptions, stream: TextIO) -> Summary:
     worker; SourceError for weights that cannot be used; BuildError for a full disk. KeyboardInterrupt passes.
     """
     started = time.monotonic()
-    prepared = prepare(options)
-    build = BuildFolder(options.output)
-    problems = [*prepared.source.problems, *absent_shards(prepared)]
+    with open_supply(options, stream) as supply:
+        return _convert(prepare(options, supply), BuildFolder(options.output), stream, started)
+
+
+def _convert(prepared: Prepared, build: BuildFolder, stream: TextIO, started: float) -> Summary:
+    options, supply = prepared.options, prepared.supply
+    problems = [*prepared.check.problems, *supply.problems(prepared.needs(prepared.unfinished(build)))]
     if problems:
         # the few of the machine first: of a long list only the beginning is shown
-        raise PreflightError([*check_machine(options, prepared.plan, build, prepared.n_workers), *problems])
-    identity = provenance(prepared.checkpoint, options)
+        raise PreflightError([*prepared.machine_problems(build), *problems])
+    identity = provenance(supply.checkpoint, options, supply.fingerprints)
     if not build.is_complete:
-        problems = check_machine(options, prepared.plan, build, prepared.n_workers)
+        problems = prepared.machine_problems(build)
         if problems:
             raise PreflightError(problems)
     try:
@@ -91,15 +97,20 @@ def _build(
     prepared: Prepared, build: BuildFolder, identity: Mapping[str, Any], stream: TextIO, started: float
 ) -> Summary:
     records = _prove(prepared, build, stream)
-    todo = [job for job in prepared.jobs if job.id not in records]
+    unfinished = [job for job in prepared.plan.jobs if job.id not in records]
+    needs = prepared.needs(unfinished)
+    problems = prepared.supply.problems(needs)
+    if problems:  # a finished layer did not hold, and its shard is gone
+        raise BuildError("\n".join(problems))
+    todo = [job for job in unfinished if job in prepared.jobs]
     for job in todo:
         build.forget(job)
-    outcomes = _work(prepared, todo, stream)
+    outcomes = _work(prepared, todo, needs, stream)
     records |= {outcome.record.id: outcome.record for outcome in outcomes}
     left = len(prepared.plan.jobs) - len(records)
     if not left:
         stream.write("assembling the container\n")
-        assemble(build, prepared.plan, records, prepared.sidecars, identity)
+        assemble(build, prepared.plan, records, prepared.sidecars, identity, prepared.supply.origin)
     step_seconds: dict[str, float] = {}
     for outcome in outcomes:
         add_seconds(step_seconds, outcome.record.seconds)
@@ -154,23 +165,26 @@ def _proof_of(job: JobPlan) -> str:
     return f"the proof of {job.label}"
 
 
-def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[JobOutcome]:
-    """Convert the jobs that are left, in worker processes."""
+def _work(prepared: Prepared, todo: Sequence[JobPlan], needs: Needs, stream: TextIO) -> list[JobOutcome]:
+    """Convert the jobs that are left, in worker processes. `needs`: of all unfinished jobs."""
+    options, supply = prepared.options, prepared.supply
+    order = supply.begin(needs, [job.id for job in todo])
     if not todo:
+        stream.writelines(f"{line}\n" for line in supply.news())
         return []
-    options = prepared.options
     n_workers = min(prepared.n_workers, len(todo))
     tasks = [
         JobInput(
             plan=job,
             source=options.source,
             output=options.output,
-            weight_map=prepared.source.weight_maps[job.id],
+            weight_map=prepared.check.weight_maps[job.id],
             expert_names=prepared.plan.architecture.experts,
             seed=options.seed,
             effort=options.quality.effort(options.quant),
             device=options.device,
             n_threads=prepared.threads_per_worker(n_workers),
+            prove=supply.gives_back,
         )
         for job in todo
     ]
@@ -184,16 +198,22 @@ def _work(prepared: Prepared, todo: Sequence[JobPlan], stream: TextIO) -> list[J
         figures = outcome.record.experts
         error = f", relative error {100 * figures.errors[EXPERTS]:.2f} %" if figures else ""
         report.say(f"{todo[number].label}: done{error}")
+        for line in supply.news():
+            report.say(line)
 
     def tick(slots: Sequence[int]) -> None:
         for number, n_done in enumerate(slots):
             report.update(number, n_done / n_experts[number])
+        for line in supply.news():
+            report.say(line)
 
+    feed = ShardFeed(supply, needs, order, {job.id: number for number, job in enumerate(todo)})
     try:
         run_work(
             Work(convert_job, tasks, [job.label for job in todo]),
             Watcher(done, tick),
             n_workers=n_workers,
+            feed=feed,
         )
     finally:
         report.close()
@@ -212,15 +232,18 @@ def _already_complete(prepared: Prepared, build: BuildFolder, identity: Mapping[
     if build.folder.exists():
         with build.locked():
             build.remove()
-    return Summary(True, True, 0, 0, 0, 0.0, {}, 0, prepared.plan.total_bytes, None, prepared.sidecars.notes)
+    notes, held = prepared.sidecars.notes, len(prepared.supply.held)
+    if prepared.supply.gives_back and held:
+        where = f"{prepared.options.source} still holds {held} shard(s)"
+        notes = (*notes, f"{where}: {build.output} was complete before this run, so nothing was deleted")
+    return Summary(True, True, 0, 0, 0, 0.0, {}, 0, prepared.plan.total_bytes, None, notes)
 
 
 def _disk_error(error: OSError, options: ConvertOptions) -> BuildError:
+    where = Path(error.filename or options.output)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return BuildError(
-            f"{options.output}: the disk is full ({size(free_disk(options.output))} free); finished layers are kept. "
-            "Make room and run the same command to continue"
+            f"{where}: the disk is full ({size(free_disk(where))} free); finished layers are kept. Make room and run "
+            "the same command to continue"
         )
-    return BuildError(
-        f"{error.filename or options.output}: {error.strerror or error}; run the same command to continue"
-    )
+    return BuildError(f"{where}: {error.strerror or error}; run the same command to continue")

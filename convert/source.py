@@ -34,6 +34,12 @@ def find_encoding(tensor: str, names: Names[str]) -> Encoding:
     raise SourceError(f"tensor {tensor}: missing")
 
 
+def shards_of(tensor: str, checkpoint: Checkpoint) -> frozenset[str]:
+    """The shards that hold any part of `tensor` under any encoding."""
+    parts = (part for encoding in ENCODINGS for part in encoding.part_names(tensor))
+    return frozenset(checkpoint.weight_map[part] for part in parts if part in checkpoint)
+
+
 @dataclass(frozen=True)
 class SourceTensor:
     """One logical tensor of an opened checkpoint, seen as a matrix: rows are all dimensions but the last."""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 import convert.run
 from convert.options import ConvertOptions
-from convert.pool import Watcher, Work
+from convert.pool import Feed, InOrder, Watcher, Work
 from convert.quality import Quality
 from convert.run import Summary
 from tests.checkpoints import k3_config, kimi_linear_config, write_checkpoint
@@ -54,7 +55,7 @@ EXPERT = "language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}.
 
 
 def small_k3(**overrides: Any) -> dict[str, Any]:
-    """A K3 config of 3 layers and 4 experts; jobs: outside, L0 (dense), L1, L2."""
+    """A K3 config of 3 layers and 4 experts; jobs: L0 (dense), L1, L2, and what is outside the layers."""
     k3 = {"q_lora_rank": 32, "routed_expert_hidden_size": 64, "vision_config": _VISION}
     return k3_config(**(_TEXT | k3 | overrides))
 
@@ -98,11 +99,15 @@ def converted(folder: Path, config: dict[str, Any]) -> Converted:
     return Converted(config, source, output, summary, log, contents(output))
 
 
-def serial_work(work: Work[Any, Any], watcher: Watcher[Any], *, n_workers: int) -> None:
-    """Stands in for `run_work`: every task in this process, in order."""
-    for number, task in enumerate(work.tasks):
-        outcome = work.function(task, lambda n_done: None)
+def serial_work(work: Work[Any, Any], watcher: Watcher[Any], *, n_workers: int, feed: Feed | None = None) -> None:
+    """Stands in for `run_work`: every task in this process, one by one."""
+    feed = feed or InOrder(len(work.tasks))
+    for _ in work.tasks:
+        while (number := feed.take()) is None:
+            time.sleep(0.01)
+        outcome = work.function(work.tasks[number], lambda n_done: None)
         watcher.tick([0] * len(work.tasks))
+        feed.finished(number)
         watcher.done(number, outcome)
 
 
@@ -135,6 +140,7 @@ def comparable(files: Mapping[str, bytes]) -> dict[str, bytes]:
     if "report.json" in found:
         report = json.loads(found["report.json"])
         assert report.pop("seconds")
+        assert report.pop("origin")
         found["report.json"] = json.dumps(report, indent=1).encode()
     if "report.html" in found:
         assert found["report.html"].endswith(b"</html>\n")

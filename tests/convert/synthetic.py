@@ -15,14 +15,16 @@ from convert.bank_report import EXPERTS, ROW_ERROR_BINS, WORST_ROWS, BankFigures
 from convert.build import FinishedJob
 from convert.plan import ConversionPlan, JobPlan, LayerExperts, plan_conversion
 from convert.timing import STEPS
+from download.ledger import Origin
 from tests.checkpoints import k3_config
 
 PROVENANCE: dict[str, Any] = {
     "tool": {"name": "moedock", "version": "0"},
     "libraries": {"numpy": "0"},
     "options": {"seed": 0, "trunk_bits": 4, "format": "VQ3R"},
-    "source": {"repository": "someone/some-model", "revision": "0123abc", "config_sha256": "", "shards": {}},
+    "source": {"config_sha256": "", "shards": {}},
 }
+ORIGIN = Origin("someone/some-model", "0123abc")
 # Kimi K3 as released, but for what no figure of a report depends on.
 K3 = {
     "num_hidden_layers": 93,

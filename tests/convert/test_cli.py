@@ -107,9 +107,9 @@ def test_a_run_for_programs(tmp_path, k3, command):
     assert done.returncode == 0
     assert set(summary) == SUMMARY_KEYS
     assert set(summary["step_seconds"]) == STEPS
-    assert (summary["complete"], summary["n_jobs_done"], summary["n_jobs_left"]) == (False, 1, 3)
+    assert (summary["complete"], summary["n_jobs_done"], summary["n_jobs_left"]) == (False, 1, 4)
     again = json.loads(command(k3.source, tmp_path / "out", "--json").stdout)
-    assert (again["complete"], again["n_jobs_done"], again["already_complete"]) == (True, 3, False)
+    assert (again["complete"], again["n_jobs_done"], again["already_complete"]) == (True, 4, False)
     assert again["container_bytes"] == k3.summary.container_bytes
     assert_same(tmp_path / "out", k3.files)
 
@@ -117,7 +117,7 @@ def test_a_run_for_programs(tmp_path, k3, command):
 def test_part_of_the_layers_says_what_is_left(tmp_path, k3, command):
     done = command(k3.source, tmp_path / "out", "--layers", "0")
     assert done.returncode == 0
-    assert done.stdout.splitlines()[-1] == "3 job(s) left: run the same command without --layers to finish"
+    assert done.stdout.splitlines()[-1] == "4 job(s) left: run the same command without --layers to finish"
 
 
 def test_a_dry_run_for_people(tmp_path, k3, command):

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.checkpoints import checkpoint_tensors, write_checkpoint
-from tests.convert.small import assert_same, contents, convert_here, differences, small_k3, write_small
+from tests.convert.small import (
+    assert_same,
+    contents,
+    convert_here,
+    differences,
+    edit_json,
+    small_k3,
+    small_shard_names,
+    write_small,
+)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -33,11 +44,11 @@ def test_pieces_do_not_matter(tmp_path, k3, pieces):
     for n, piece in enumerate(pieces):
         summary, _ = convert_here(k3.source, output, layers=frozenset(piece))
         done = sum(map(len, pieces[: n + 1]))
-        assert (summary.complete, summary.n_jobs_done, summary.n_jobs_left) == (False, len(piece), 4 - done)
+        assert (summary.complete, summary.n_jobs_done, summary.n_jobs_left) == (False, len(piece), 5 - done)
         assert not (output / "manifest.json").exists()
     summary, log = convert_here(k3.source, output)
     assert (summary.complete, summary.n_jobs_left) == (True, 0)
-    assert f"{4 - summary.n_jobs_done} of 4 jobs were finished before; proving them" in log
+    assert f"{5 - summary.n_jobs_done} of 5 jobs were finished before; proving them" in log
     assert_same(output, k3.files)
 
 
@@ -60,12 +71,24 @@ def test_the_place_does_not_matter(tmp_path, monkeypatch, k3):
     assert_same(tmp_path / "out", k3.files)
 
 
+def scatter(folder: Path, n_shards: int = 3) -> None:
+    """Deal a checkpoint's tensors out to its shards in turn."""
+    tensors = checkpoint_tensors(small_k3())
+    shards = small_shard_names()
+    weight_map = {tensor: shards[n % n_shards] for n, tensor in enumerate(tensors)}
+    for shard in shards:
+        save_file({name: tensors[name] for name in tensors if weight_map[name] == shard}, folder / shard)
+    edit_json(folder / "model.safetensors.index.json", lambda index: index.update(weight_map=weight_map))
+
+
 @pytest.mark.usefixtures("in_this_process")
 def test_the_shards_do_not_matter_for_the_weights(tmp_path, k3):
-    """One shard or three: only the provenance differs."""
+    """One shard, three, or every tensor in another than its neighbours: only the provenance differs."""
     config = small_k3()
-    for name, kind in (("one", {"single_file": True}), ("five", {"n_shards": 5})):
+    for name, kind in (("one", {"single_file": True}), ("five", {"n_shards": 5}), ("scattered", {})):
         source = write_checkpoint(tmp_path / name, config, **kind)
+        if name == "scattered":
+            scatter(source)
         convert_here(source, tmp_path / f"{name} out")
         found = contents(tmp_path / f"{name} out")
         manifest, expected = (json.loads(files["manifest.json"]) for files in (found, k3.files))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -13,7 +15,7 @@ from container.manifest import Manifest
 from container.reader import ContainerReader
 from container.trunk import trunk_size
 from convert.arch import detect
-from convert.plan import OUTSIDE, plan_conversion
+from convert.plan import OUTSIDE, plan_conversion, split_outside
 from tests.checkpoints import k3_config, kimi_linear_config
 from tests.convert.small import small_k3, small_kimi_linear
 
@@ -51,6 +53,46 @@ def test_every_tensor_is_in_one_job(plan):
     for job in plan.jobs:
         assert {item.tensor.layer for item in job.trunk} == {job.layer}
     assert [job.id for job in plan.jobs] == [OUTSIDE, *(f"L{n}" for n in range(plan.architecture.model.n_layers))]
+
+
+def places(plan, n_shards):
+    """A shard for each source tensor, a few at random and some tensors in two."""
+    rng = random.Random(n_shards)
+    names = [tensor.source for tensor in plan.architecture.trunk]
+    return {name: frozenset(rng.choices(range(n_shards), k=rng.choice((1, 1, 1, 2)))) for name in names}
+
+
+@pytest.mark.parametrize("n_shards", [1, 2, 5, 100])
+def test_what_is_outside_the_layers_is_split_by_shards(plan, n_shards):
+    """The files are those of the plan that is not split, and so is every job of a layer."""
+    shards = places(plan, n_shards)
+    split = split_outside(plan, shards.__getitem__)
+    outside = [job for job in split.jobs if job.layer is None]
+    assert split.jobs == (*outside, *plan.jobs[1:])
+    assert split == replace(plan, jobs=split.jobs)
+    assert (split.trunk, split.banks, split.file_bytes) == (plan.trunk, plan.banks, plan.file_bytes)
+    assert [job.id for job in outside] == [f"{OUTSIDE}-{n}" for n in range(1, len(outside) + 1)]
+    groups = [{shards[item.tensor.source] for item in job.trunk} for job in outside]
+    assert all(len(group) == 1 for group in groups)
+    assert len(set.union(*groups)) == len(outside)
+    parts = [item for job in outside for item in job.trunk]
+    assert sorted(parts, key=lambda item: item.entry.offset) == list(plan.jobs[0].trunk)
+    for job in outside:
+        assert job.trunk == tuple(item for item in plan.jobs[0].trunk if item in job.trunk)  # in their order
+    firsts = [job.trunk[0].entry.offset for job in outside]
+    assert firsts == sorted(firsts)
+
+
+def test_labels():
+    plan = plan_conversion(detect(small_k3()), VQ3R, 4)
+    first = plan.jobs[0].trunk[0]
+    alone = split_outside(plan, lambda tensor: frozenset({str(tensor == first.tensor.source)}))
+    more = len(plan.jobs[0].trunk) - 2
+    assert [job.label for job in alone.jobs] == [
+        f"{first.entry.name}, outside the layers",
+        f"{plan.jobs[0].trunk[1].entry.name} and {more} more outside the layers",
+        *(f"layer {n}" for n in range(3)),
+    ]
 
 
 def test_codebook_bases_are_nine_apart(plan):

@@ -191,7 +191,7 @@ def test_disk_and_memory_too_small(tmp_path, monkeypatch):
     monkeypatch.setattr(convert.preflight, "available_memory", lambda: 1 << 20)
     expect(
         problems(source, tmp_path / "out", workers=2),
-        f"still to be written to {tmp_path / 'out'}, 1.0 MiB free",
+        f"needed at {tmp_path / 'out'}, 1.0 MiB free",
         "memory: 2 workers need ",
     )
 

@@ -9,8 +9,10 @@ import pytest
 
 from container.checkpoint import Checkpoint
 from convert.options import ConvertOptions
-from convert.provenance import LIBRARIES, provenance, repository_of, version
+from convert.provenance import LIBRARIES, origin_of, provenance, version
 from convert.quality import Quality
+from download.folder import SourceFolder
+from download.ledger import Ledger, Origin
 from tests.checkpoints import checkpoint_tensors
 from tests.convert.small import EMBEDDING, small_k3, write_small
 
@@ -22,25 +24,34 @@ def identity(folder, **options):
     return provenance(Checkpoint.open(folder), options)
 
 
+def origin(folder):
+    return origin_of(folder, Ledger(SourceFolder(folder).ledger))
+
+
 def test_a_hub_snapshot(tmp_path):
     folder = tmp_path / "models--moonshotai--Kimi-K3" / "snapshots" / REVISION
     folder.mkdir(parents=True)
-    assert repository_of(folder) == ("moonshotai/Kimi-K3", REVISION)
+    assert origin(folder) == Origin("moonshotai/Kimi-K3", REVISION)
     (tmp_path / "link").symlink_to(folder)
-    assert repository_of(tmp_path / "link") == ("moonshotai/Kimi-K3", REVISION)
+    assert origin(tmp_path / "link") == Origin("moonshotai/Kimi-K3", REVISION)
 
 
 def test_a_download_into_a_folder(tmp_path):
     record = tmp_path / ".cache" / "huggingface" / "download" / "config.json.metadata"
     record.parent.mkdir(parents=True)
     record.write_text(f"{REVISION}\nd2\n1.0\n")
-    assert repository_of(tmp_path) == (None, REVISION)
+    assert origin(tmp_path) == Origin(None, REVISION)
     record.write_text("")
-    assert repository_of(tmp_path) == (None, None)
+    assert origin(tmp_path) == Origin(None, None)
+
+
+def test_a_folder_with_a_ledger(tmp_path):
+    Ledger(SourceFolder(tmp_path).ledger).say_source(Origin("moonshotai/Kimi-K3", REVISION))
+    assert origin(tmp_path) == Origin("moonshotai/Kimi-K3", REVISION)
 
 
 def test_a_plain_folder(tmp_path):
-    assert repository_of(tmp_path) == (None, None)
+    assert origin(tmp_path) == Origin(None, None)
 
 
 def test_what_is_recorded(k3):

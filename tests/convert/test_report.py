@@ -23,10 +23,11 @@ from convert.report import OUTLIERS, make_report, mean_error
 from tests.checkpoints import checkpoint_tensors, logical_tensor
 from tests.convert import oracle
 from tests.convert.small import EXPERT, convert_here, small_k3, write_small
-from tests.convert.synthetic import K3, PROVENANCE, plan_of, records_of
+from tests.convert.synthetic import K3, ORIGIN, PROVENANCE, plan_of, records_of
 
 KEYS = {
-    "model": {"arch", "repository", "revision", "n_layers", "n_expert_layers", "n_experts_per_layer"},
+    "model": {"arch", "n_layers", "n_expert_layers", "n_experts_per_layer"},
+    "origin": {"repository", "revision"},
     "settings": set(ConvertOptions(source=Path("in"), output=Path("out")).shaping),
     "tool": {"name", "version"},
     "libraries": set(LIBRARIES),
@@ -168,7 +169,10 @@ def test_trunk_errors_are_grouped_by_kind_of_tensor(family):
 
 def test_seconds_are_kept_for_every_job(family):
     seconds = report_of(family)["seconds"]
-    assert [job["job"] for job in seconds["jobs"]] == ["outside", "0", "1", "2"]
+    weight_map = json.loads((family.source / "model.safetensors.index.json").read_text())["weight_map"]
+    outside = {shard for name, shard in weight_map.items() if "model.layers." not in name}
+    expected = [f"outside-{n}" for n in range(1, len(outside) + 1)]
+    assert [job["job"] for job in seconds["jobs"]] == [*expected, "0", "1", "2"]
     for step, total in seconds["total"].items():
         assert total == pytest.approx(sum(job[step] for job in seconds["jobs"]), abs=0.003)
         assert total == pytest.approx(family.summary.step_seconds[step], abs=0.003)
@@ -220,13 +224,13 @@ def test_it_does_not_depend_on_how_records_came_back(quant):
     for job in reversed(plan.jobs):
         raw = json.loads(json.dumps(records[job.id].to_json(), sort_keys=True))
         read[job.id] = records[job.id].from_json(raw, job)
-    assert json_bytes(make_report(plan, read, PROVENANCE)) == json_bytes(make_report(plan, records, PROVENANCE))
+    assert json_bytes(make_report(plan, read, PROVENANCE, ORIGIN)) == json_bytes(make_report(plan, records, PROVENANCE, ORIGIN))
 
 
 def test_without_experts():
     plan = plan_of(num_hidden_layers=2, first_k_dense_replace=2)
     records = records_of(plan)
-    report = make_report(plan, records, PROVENANCE)
+    report = make_report(plan, records, PROVENANCE, ORIGIN)
     assert mean_error(records) is None
     assert report["relative_error"]["mean"] is None
     assert report["n_weights"]["experts"] == report["model"]["n_expert_layers"] == 0
@@ -243,7 +247,7 @@ def test_of_a_whole_k3():
     errors = {kind: list(figures.expert_errors[kind]) for kind in KINDS}
     errors["down"][895] = 0.5
     records["L60"] = replace(records["L60"], experts=replace(figures, expert_errors=errors))
-    report = make_report(plan, records, PROVENANCE)
+    report = make_report(plan, records, PROVENANCE, ORIGIN)
     worst = report["outlier_experts"][0]
     assert (worst["layer"], worst["expert"], worst["kind"], worst["error"]) == (60, 895, "down", 0.5)
     assert len(report["outlier_rows"]) == len(report["outlier_experts"]) == OUTLIERS

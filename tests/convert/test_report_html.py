@@ -12,7 +12,7 @@ from container.layout import EXPERT_QUANTS, VQ3R
 from convert.plots import WIDTH
 from convert.report import make_report
 from convert.report_html import report_html
-from tests.convert.synthetic import K3, PROVENANCE, plan_of, records_of
+from tests.convert.synthetic import K3, ORIGIN, PROVENANCE, plan_of, records_of
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 SECTIONS = [
@@ -57,7 +57,7 @@ class Parsed(HTMLParser):
 
 def made(quant=VQ3R, **config):
     plan = plan_of(quant, **config)
-    return make_report(plan, records_of(plan), PROVENANCE)
+    return make_report(plan, records_of(plan), PROVENANCE, ORIGIN)
 
 
 PAGES = {

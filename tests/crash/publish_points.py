@@ -45,25 +45,35 @@ class Steps:
         real_fsync, real_replace, real_unlink, real_rmdir = os.fsync, Path.replace, os.unlink, os.rmdir
 
         def fsync(descriptor: int) -> None:
-            self._step(f"fsync {stable(Path(f'/proc/self/fd/{descriptor}').resolve().name)}")
+            path = Path(f"/proc/self/fd/{descriptor}").resolve()
+            self._step("fsync", path)
             real_fsync(descriptor)
+            self.synced(path)
 
         def replace(source: Path, target: Path) -> Path:
-            self._step(f"rename to {Path(target).name}")
+            self._step("rename to", Path(target))
             return real_replace(source, target)
 
         def unlink(path: Any, **options: Any) -> None:
-            self._step(f"unlink {Path(path).name}")
+            self._step("unlink", Path(path))
             real_unlink(path, **options)
 
         def rmdir(path: Any, **options: Any) -> None:
-            self._step(f"rmdir {Path(path).name}")
+            self._step("rmdir", Path(path))
             real_rmdir(path, **options)
 
         os.fsync, os.unlink, os.rmdir = fsync, unlink, rmdir  # type: ignore[assignment]
         Path.replace = replace  # type: ignore[assignment, method-assign]
 
-    def _step(self, label: str) -> None:
+    def before(self, what: str, path: Path) -> None:
+        """A step is about to be done."""
+
+    def synced(self, path: Path) -> None:
+        """A file or a folder was synced."""
+
+    def _step(self, what: str, path: Path) -> None:
+        self.before(what, path)
+        label = f"{what} {stable(path.name)}"
         self.seen.append(label)
         if len(self.seen) == self.number or label == self.label:
             self.strike()
@@ -103,7 +113,9 @@ def forked(function: Callable[[], str | None]) -> tuple[int, str]:
     return os.waitpid(child, 0)[1], text
 
 
-def attempt(source: Path, output: Path, mode: str, number: int) -> str | None:
+def attempt(
+    convert_once: Callable[[], None], mode: str, number: int, steps_of: Callable[..., Steps] = Steps
+) -> str | None:
     """Strike at one step. Returns its label, None when the conversion has fewer steps."""
     read_end, write_end = os.pipe()
 
@@ -111,12 +123,12 @@ def attempt(source: Path, output: Path, mode: str, number: int) -> str | None:
         os.write(write_end, steps.seen[-1].encode())
         (kill if mode == "kill" else fill)()
 
-    steps = Steps(struck, number)
+    steps = steps_of(struck, number)
 
     def body() -> str | None:
         steps.watch()
         try:
-            run(source, output)
+            convert_once()
         except BuildError as error:
             return str(error)
         return None
@@ -155,7 +167,7 @@ def every_step(source: Path, folder: Path, mode: str) -> list[str]:
     labels: list[str] = []
     for number in range(1, MAX_STEPS):
         output = folder / f"step-{number}"
-        label = attempt(source, output, mode, number)
+        label = attempt(lambda output=output: run(source, output), mode, number)  # type: ignore[misc]
         if label is None:
             return labels
         labels.append(label)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import container.lock
 import convert.run
 from container.errors import BuildError, BusyError, MismatchError
 from container.manifest import Manifest
@@ -32,7 +33,7 @@ def unassembled(tmp_path, monkeypatch, k3) -> Path:
         patch.setattr(convert.run, "assemble", interrupted)
         with pytest.raises(KeyboardInterrupt):
             convert_here(k3.source, tmp_path / "out")
-    assert len(list((tmp_path / "out" / ".build").glob("done-*.json"))) == 4
+    assert len(list((tmp_path / "out" / ".build").glob("done-*.json"))) == 5
     return tmp_path / "out"
 
 
@@ -59,7 +60,7 @@ def flip_trunk(output: Path, manifest: Manifest, name: str, place: str) -> None:
 def test_nothing_is_repeated_without_damage(k3, unassembled):
     summary, log = convert_here(k3.source, unassembled)
     assert (summary.n_jobs_done, summary.complete) == (0, True)
-    assert log == "4 of 4 jobs were finished before; proving them\nassembling the container\n"
+    assert log == "5 of 5 jobs were finished before; proving them\nassembling the container\n"
     assert summary.relative_error == pytest.approx(k3.summary.relative_error)
     assert_same(unassembled, k3.files)
 
@@ -114,14 +115,15 @@ LAYER_1 = {
 }
 NORM_1 = "language_model.model.layers.1.input_layernorm.weight"
 ROUTER_1 = "language_model.model.layers.1.block_sparse_moe.gate.weight"
+PATCHES = "vision_tower.patch_embed.proj.weight"
 GATE_0 = "language_model.model.layers.0.mlp.gate_proj.weight"
 TRUNK = [
     (NORM_1, "first", "layer 1"),
     (ROUTER_1, "last", "layer 1"),
     (GATE_0, "first", "layer 0"),
     (GATE_0, "last", "layer 0"),  # its scales
-    (EMBEDDING, "first", "embedding, head and other tensors outside layers"),
-    ("vision_tower.patch_embed.proj.weight", "last", "embedding, head and other tensors outside layers"),
+    (EMBEDDING, "first", f"{EMBEDDING} and 4 more outside the layers"),
+    (PATCHES, "last", f"{PATCHES} and 11 more outside the layers"),
 ]
 
 
@@ -150,7 +152,7 @@ def test_a_lost_trunk_is_made_again(k3, unassembled, how):
     trunk = unassembled / ".build" / "trunk.bin"
     {"truncated": truncate, "gone": Path.unlink, "empty": lambda path: path.write_bytes(b"")}[how](trunk)
     summary, _ = convert_here(k3.source, unassembled)
-    assert (summary.n_jobs_done, summary.complete) == (4, True)
+    assert (summary.n_jobs_done, summary.complete) == (5, True)
     assert_same(unassembled, k3.files)
 
 
@@ -282,14 +284,14 @@ def test_a_stale_lock_is_recovered(tmp_path):
 def test_a_lock_that_went_with_its_folder_is_not_held(tmp_path):
     """The holder finished and removed the folder while this run opened the file."""
     build = BuildFolder(tmp_path)
-    real_flock = convert.build.fcntl.flock
+    real_flock = container.lock.fcntl.flock
 
     def flock(*arguments):
         real_flock(*arguments)
         build.remove()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("convert.build.fcntl.flock", flock)
+        patch.setattr("container.lock.fcntl.flock", flock)
         with pytest.raises(BusyError), build.locked():
             pytest.fail("a deleted lock protects nothing")
 

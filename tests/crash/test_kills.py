@@ -27,7 +27,7 @@ def finish(expected: Converted, output: Path) -> None:
 
 def at_work(run: Running) -> None:
     """Wait until both workers are inside a MoE layer."""
-    run.wait_for_jobs("outside", "L0")
+    run.wait_for_jobs("outside-1", "outside-2", "L0")
     time.sleep(0.1)
 
 

@@ -15,7 +15,7 @@ from tests.convert.small import REPOSITORY, assert_same, run_cli, small_k3
 
 # Everything that is published, in order, for one dense and one MoE layer.
 PUBLISHED = [
-    "rename to build.json", "fsync trunk.bin", "rename to done-outside.json", "rename to done-L0.json",
+    "rename to build.json", "fsync trunk.bin", "rename to done-outside-1.json", "rename to done-L0.json",
     "rename to codebooks-L1.bin", "rename to experts-L1.bin", "rename to done-L1.json", "rename to codebooks.bin",
     "rename to tokenizer.model", "rename to specials.json", "rename to chat.json", "rename to vision.json",
     "rename to report.json", "rename to report.html", "rename to trunk.bin", "rename to manifest.json",
@@ -49,7 +49,7 @@ def test_every_step(tmp_path, mode):
         assert labels[renamed - 1] == f"fsync new {name}"  # no name before its bytes
         assert labels[renamed + 1].startswith("fsync ")  # and the folder after it
     trunk_synced = [n for n, label in enumerate(labels) if label == "fsync trunk.bin"]
-    assert trunk_synced[1] < labels.index("rename to done-outside.json")  # slices are durable before their record
+    assert trunk_synced[1] < labels.index("rename to done-outside-1.json")  # slices are durable before their record
 
 
 @pytest.mark.parametrize(
