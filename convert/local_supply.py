@@ -125,6 +125,10 @@ class LocalSupply:
         tensors, weight_map = self.checkpoint.shard(shard).tensors, self.checkpoint.weight_map
         return next((name for name in sorted(tensors) if weight_map.get(name) != shard), None)
 
+    def most_jobs(self, needs: Needs) -> int | None:
+        """All: their shards are here."""
+        return None
+
     def room(self, needs: Needs, missing_bytes: int, growth_bytes: int) -> int:
         """Less than all of the container, where deleted shards make room for it."""
         places = {self._folder.file(shard).resolve().parent for shard in self.held}
@@ -155,8 +159,15 @@ class LocalSupply:
         return []
 
     def failure(self) -> Exception | None:
-        """None: all that will ever be here is here."""
-        return None
+        """Shards that somebody took away while the conversion ran: no more will come."""
+        lost = [shard for shard in self.checkpoint.shard_names if not self.here(shard)]
+        lost = [shard for shard in lost if shard not in self._ledger.reclaimed]
+        if not lost:
+            return None
+        return SourceError(
+            f"shard {self._folder.file(lost[0])}: was here when the conversion began and is gone now"
+            f"{f', and {len(lost) - 1} more' if lost[1:] else ''}; put it back and run the same command to continue"
+        )
 
     def news(self) -> list[str]:
         """What was given back."""

@@ -37,8 +37,7 @@ def job_order(needs: Needs, wanted: Sequence[str], held: Set[str]) -> list[str]:
         job = min(left, key=lambda job: (not needs.shards[job] <= held, needs.shards[job].isdisjoint(held)))
         left.remove(job)
         order.append(job)
-        held |= needs.shards[job]
-        held -= _unneeded(held, needs, set(order))
+        held |= needs.shards[job]  # what nobody needs any more does no harm in it
     return order
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 from container.errors import BuildError, UsageError
@@ -75,29 +75,32 @@ def prepare(options: ConvertOptions, supply: Supply) -> Prepared:
         raise UsageError(f"--layers: the model has layers 0 to {n_layers - 1}, not {unknown[0]}")
     jobs = plan.selected(options.layers)
     cores = available_cores()
-    n_workers = min(options.workers or _default_workers(plan, jobs, cores, options.device), len(jobs))
-    return Prepared(
+    prepared = Prepared(
         options,
         supply,
         plan,
         plan_sidecars(checkpoint.folder, plan.architecture),
         check_source(checkpoint, plan.architecture, plan.jobs),
         jobs,
-        n_workers,
+        1,
         cores,
     )
+    return replace(prepared, n_workers=min(options.workers or _default_workers(prepared), len(jobs)))
 
 
-def _default_workers(plan: ConversionPlan, jobs: tuple[JobPlan, ...], cores: int, device: str) -> int:
-    """One process per core, but no more than jobs that take long, nor than memory holds; cores left become threads.
+def _default_workers(prepared: Prepared) -> int:
+    """One process per core, but no more than jobs that take long, nor than memory holds, nor than the supply has
+    shards for; cores left become threads.
 
     On a GPU two: while one trains codebooks or packs its layer's trunk on the processor, the other's experts keep
     the GPU busy; more would only take its memory.
     """
-    n_long = sum(job.experts is not None for job in jobs)
+    cores, device = prepared.cores, prepared.options.device
+    n_long = sum(job.experts is not None for job in prepared.jobs)
     memory = available_memory()
-    fits = cores if memory is None else memory // worker_memory(plan, device)
-    return max(1, min(cores if device == CPU else DEVICE_WORKERS, n_long, fits))
+    fits = cores if memory is None else memory // worker_memory(prepared.plan, device)
+    supplied = prepared.supply.most_jobs(prepared.needs(prepared.jobs)) or cores
+    return max(1, min(cores if device == CPU else DEVICE_WORKERS, n_long, fits, supplied))
 
 
 def dry_run(options: ConvertOptions, stream: TextIO) -> dict[str, Any]:

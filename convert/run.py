@@ -130,7 +130,7 @@ def _build(
 
 
 def _prove(prepared: Prepared, build: BuildFolder, stream: TextIO) -> dict[str, FinishedJob]:
-    """Records of earlier runs whose output still holds; the others are forgotten, with a word."""
+    """Records of earlier runs whose output still holds; of the others a word is said."""
     jobs = [job for job in prepared.plan.jobs if build.record(job.id).exists()]
     if not jobs:
         return {}
@@ -144,7 +144,6 @@ def _prove(prepared: Prepared, build: BuildFolder, stream: TextIO) -> dict[str, 
             records[proof.id] = proof
         else:
             report.say(f"{jobs[number].label}: {proof}; converting it again")
-            build.forget(jobs[number])
 
     try:
         run_work(

@@ -97,6 +97,11 @@ class StagedSupply:
             f"staging needs {_gigabytes(least)} at least, and may take {_gigabytes(self._options.staging_bytes)}",
         ]
 
+    def most_jobs(self, needs: Needs) -> int | None:
+        """As many as the staging folder holds shards for, with room for one more job's shards to come meanwhile."""
+        largest = max(map(needs.n_bytes, needs.shards.values()), default=0)
+        return max(1, self._options.staging_bytes // max(1, largest) - 1)
+
     def room(self, needs: Needs, missing_bytes: int, growth_bytes: int) -> int:
         """On the staging folder's disk, its own growth too."""
         shared = same_disk(self._options.source, self._options.output)

@@ -44,6 +44,9 @@ class Supply(Protocol):
     def notes(self, needs: Needs) -> list[str]:
         """What a dry run should say about it."""
 
+    def most_jobs(self, needs: Needs) -> int | None:
+        """How many of these jobs can have their shards at once; None for all."""
+
     def room(self, needs: Needs, missing_bytes: int, growth_bytes: int) -> int:
         """Bytes that must be free at the output, where `missing_bytes` are still to be written.
 

@@ -75,7 +75,8 @@ def fetch_headers(mirror: Mirror, transfer: Transfer, stream: TextIO) -> None:
         found = fingerprint(raw, shard.n_bytes, lambda offset, count: mirror.read(shard, offset, count))
         keep_header(folder, ledger, shard.name, raw, found)
 
-    jobs = [Job(shard) for shard in mirror.shards() if shard.name not in kept]
+    missing = [shard for shard in mirror.shards() if shard.name not in kept]
+    jobs = [Job(shard, shard.n_bytes - min(FIRST_BYTES, shard.n_bytes)) for shard in missing]
     work_through(
         jobs, fetch, n_threads=CONNECTIONS, stop=transfer.stop, stream=stream, title="reading the shards' headers"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -81,7 +82,7 @@ class Mirror:
             return (self.listing.files[SINGLE_NAME],)
         return selection.shards(self.listing, self.index())
 
-    def index(self) -> dict[str, str]:
+    def index(self, progress: Progress = no_progress) -> dict[str, str]:
         """Tensor → shard: from the folder's index where it is whole, else from the hub, without writing it.
 
         Of a checkpoint in one file its header tells. Raises HubError, TransferError; ShardError for that header.
@@ -92,14 +93,16 @@ class Mirror:
                 if file is None:
                     self._weight_map = self._single_weight_map()
                 else:
-                    self._weight_map = selection.parse_index(self.listing, self._index_bytes(file))
+                    self._weight_map = selection.parse_index(self.listing, self._index_bytes(file, progress))
             return self._weight_map
 
-    def read(self, file: RemoteFile, start: int = 0, n_bytes: int | None = None) -> bytes:
+    def read(
+        self, file: RemoteFile, start: int = 0, n_bytes: int | None = None, progress: Progress = no_progress
+    ) -> bytes:
         """Bytes of a file on the hub, not proved. Raises HubError, TransferError, Stopped."""
         if n_bytes is None:
             n_bytes = file.n_bytes - start
-        return self._transfer.read_range(self._hub.url(self.listing, file.name), start, n_bytes, file.name)
+        return self._transfer.read_range(self._hub.url(self.listing, file.name), start, n_bytes, file.name, progress)
 
     def is_proved(self, file: RemoteFile) -> bool:
         """True when the ledger has the file as the hub lists it, and its size on disk agrees. Reads no content."""
@@ -131,17 +134,15 @@ class Mirror:
             return self.ledger.proved[file.name]
         if not self.has_size(file):
             return None
-        proof, wrong = self.prove(file, progress)
-        if wrong is not None:
-            progress(0)
-        return proof
+        return self.prove(file, progress)[0]
 
     def prove(self, file: RemoteFile, progress: Progress = no_progress) -> tuple[Proof | None, str | None]:
         """Read the file at its final place through: (proof, None), or (None, what is wrong). Writes nothing.
 
-        Raises Stopped, OSError.
+        What is proved is on the disk: whoever wrote the file may have left that to the system. Raises Stopped, OSError.
         """
         with self.folder.file(file.name).open("rb", buffering=0) as opened:
+            os.fsync(opened.fileno())
             return self._proof_of(file, iter(lambda: opened.read(READ_BYTES), b""), progress)
 
     def fetch(self, file: RemoteFile, progress: Progress = no_progress, guard: Guard = no_progress) -> Proof:
@@ -176,13 +177,13 @@ class Mirror:
         for file in self.small_files():
             self.fetch(file)
 
-    def _index_bytes(self, file: RemoteFile) -> bytes:
-        if self.present(file) is not None:
+    def _index_bytes(self, file: RemoteFile, progress: Progress) -> bytes:
+        if self.present(file, progress) is not None:
             return self.folder.file(file.name).read_bytes()
         if file.n_bytes > MAX_JSON_BYTES:
             raise HubError(f"{self.listing.repository}: {file.name} has {file.n_bytes} bytes, too many for an index")
         for _ in range(MOST_WRONG):
-            data = self.read(file)
+            data = self.read(file, progress=progress)
             _, wrong = self._proof_of(file, [data])
             if wrong is None:
                 self._index = data

@@ -10,12 +10,11 @@ from typing import Any
 from container.errors import DownloadError
 from container.machine import free_disk
 from container.progress import size
+from download.crew import Job, work_through
 from download.listing import Listing, RemoteFile
-from download.mirror import Mirror
+from download.mirror import Mirror, Progress
 from download.selection import Choice, choose, index_file
 from download.session import Session
-
-LARGE_INDEX_BYTES = 8 << 20  # takes long enough to say so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,8 @@ class Plan:
             return None
         return (
             f"{self.folder}: {size(self.missing_bytes)} are still to be fetched and {size(self.min_free_bytes)} are to "
-            f"stay free (--min-free), but only {size(self.free_bytes)} are free ({size(self.present_bytes)} are present)"
+            f"stay free (--min-free), but only {size(self.free_bytes)} are free ({size(self.present_bytes)} are "
+            "present)"
         )
 
     def require_room(self) -> None:
@@ -86,18 +86,39 @@ class Plan:
 
 def choice_of(session: Session, mirror: Mirror) -> Choice:
     """The files that the options ask for; reads the index. Raises HubError, TransferError, UsageError."""
+    small = mirror.small_files()
     index = index_file(mirror.listing)
-    if index is not None and index.n_bytes > LARGE_INDEX_BYTES and not mirror.is_proved(index):
-        session.say(f"reading the index, {size(index.n_bytes)}")
-    needed = (*mirror.small_files(), *mirror.shards())
-    return choose(mirror.listing, needed, include=session.options.include, exclude=session.options.exclude)
+    if index is not None:  # by a thread, so that its progress, or a line that is dead, shows
+        failures = work_through(
+            [Job(index)],
+            lambda file, progress: _read_index(mirror, progress),
+            n_threads=1,
+            stop=session.transfer.stop,
+            stream=session.stream,
+            title="reading the index",
+        )
+        if failures:
+            raise failures[index.name]
+    return choose(
+        mirror.listing, (*small, *mirror.shards()), include=session.options.include, exclude=session.options.exclude
+    )
+
+
+def _read_index(mirror: Mirror, progress: Progress) -> None:
+    mirror.index(progress)
 
 
 def make_plan(mirror: Mirror, choice: Choice, min_free_bytes: int, wrong: Collection[RemoteFile] = ()) -> Plan:
     """How the folder stands now, its `wrong` files being as good as missing; reads no file's content."""
-    proved = [file for file in choice.files if mirror.is_proved(file)]
-    unproved = [file for file in choice.files if file not in (*proved, *wrong) and mirror.has_size(file)]
-    missing = [file for file in choice.files if file not in proved and file not in unproved]
+    proved, unproved, missing = [], [], []
+    known_wrong = {file.name for file in wrong}
+    for file in choice.files:
+        if mirror.is_proved(file):
+            proved.append(file)
+        elif file.name not in known_wrong and mirror.has_size(file):
+            unproved.append(file)
+        else:
+            missing.append(file)
     return Plan(
         listing=mirror.listing,
         folder=mirror.folder.folder,

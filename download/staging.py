@@ -101,9 +101,13 @@ class Staging:
             said, self._news = self._news, []
             if self._coming and time.monotonic() - self._said >= SAY_SECONDS:
                 self._said = time.monotonic()
-                each = (f"{n} {size(done)} of {size(self._files[n].n_bytes)}" for n, done in self._coming.items())
-                said.append(f"fetching {', '.join(each)}")
+                said += [self._how_far(name, n_bytes) for name, n_bytes in self._coming.items()]
         return said
+
+    def _how_far(self, name: str, n_bytes: int) -> str:
+        hitch = self._transfer.hitches.get(name)
+        again = f"; asking again after: {hitch}" if hitch else ""
+        return f"fetching {name}: {size(n_bytes)} of {size(self._files[name].n_bytes)} here{again}"
 
     def close(self) -> None:
         """End all fetching; partial shards are kept."""

@@ -44,10 +44,11 @@ class Sink(Protocol):
 
 
 class Memory:
-    """A range of a file that is kept in memory."""
+    """A range of a file that is kept in memory; `progress` is told how many bytes are here."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Callable[[int], None] | None = None) -> None:
         self.data = bytearray()
+        self._progress = progress
         self.etag: str | None = None
         self.have = 0
 
@@ -59,6 +60,8 @@ class Memory:
         """Keep the next bytes."""
         self.data += block
         self.have = len(self.data)
+        if self._progress is not None:
+            self._progress(self.have)
 
     def restart(self) -> None:
         """Forget all."""
@@ -82,6 +85,7 @@ class Transfer:
         seed: int | None = None,
     ) -> None:
         self.stop = threading.Event()
+        self.hitches: dict[str, str] = {}  # what is being asked for again → why; for whoever shows progress
         self.patience = patience or Patience()
         self._headers = headers
         self._rate = None if max_bytes_per_second is None else RateLimit(max_bytes_per_second)
@@ -97,14 +101,17 @@ class Transfer:
         if self.stop.wait(seconds):
             raise Stopped
 
-    def read_range(self, url: str, start: int, n_bytes: int | None, what: str) -> bytes:
-        """Bytes of a file, `n_bytes` None for all from `start`; `what` names it in messages.
+    def read_range(
+        self, url: str, start: int, n_bytes: int | None, what: str, progress: Callable[[int], None] | None = None
+    ) -> bytes:
+        """Bytes of a file, `n_bytes` None for all from `start`; `what` names it in messages, `progress` is told how
+        many have come.
 
         Raises HubError, TransferError or Stopped.
         """
         if n_bytes == 0:
             return b""
-        memory = Memory()
+        memory = Memory(progress)
         self.pull(url, Wanted(start=start, n_bytes=n_bytes), memory, what)
         return bytes(memory.data)
 
@@ -194,6 +201,7 @@ class _Attempts:
         """A new byte has come."""
         self._failures = 0
         self._last_new = time.monotonic()
+        self._transfer.hitches.pop(self._what, None)
 
     def restarted(self, reason: str) -> None:
         """It begins anew. Raises TransferError when it has too often."""
@@ -207,6 +215,7 @@ class _Attempts:
     def failed(self, hitch: HitchError, have: int) -> None:
         """Wait before the next attempt. Raises TransferError when nothing new has come for too long."""
         self._failures += 1
+        self._transfer.hitches[self._what] = str(hitch)
         silent = time.monotonic() - self._last_new
         if silent >= self._transfer.patience.give_up_seconds:
             raise TransferError(

@@ -229,6 +229,6 @@ def test_a_header_from_elsewhere_is_enough_for_a_single_shard(tmp_path):
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": {"t": "../x"}}, {"weight_map": {"t": None}}])
 def test_a_weight_map_from_elsewhere_is_checked(index):
-    with pytest.raises(SourceError, match="^the repository's index: `weight_map` "):
+    with pytest.raises(SourceError, match=r"^the repository's index: `weight_map` "):
         check_weight_map(index, "the repository's index")
     assert check_weight_map({"weight_map": WEIGHT_MAP, "metadata": 1}, "") == WEIGHT_MAP

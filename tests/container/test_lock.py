@@ -28,7 +28,8 @@ from pathlib import Path
 from container.lock import held_lock
 
 with held_lock(Path(sys.argv[1]), "another run"):
-    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=sys.stdin, stdout=subprocess.DEVNULL)
+    waiting = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    child = subprocess.Popen(waiting, stdin=sys.stdin, stdout=subprocess.DEVNULL)
     print(child.pid, flush=True)
     child.wait()
 """

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 import convert.run
 from convert.options import ConvertOptions
 from convert.pool import Feed, InOrder, Watcher, Work
+from convert.prepare import dry_run
 from convert.quality import Quality
 from convert.run import Summary
 from tests.checkpoints import k3_config, kimi_linear_config, write_checkpoint
@@ -77,6 +78,14 @@ def convert_here(source: Path, output: Path, **options: Any) -> tuple[Summary, s
     stream = io.StringIO()
     options = {"quality": Quality.FAST, **options}
     return convert.run.convert(ConvertOptions(source=source, output=output, **options), stream), stream.getvalue()
+
+
+def dry_run_here(source: Path, output: Path, **options: Any) -> dict[str, Any]:
+    """The plan of a conversion of a local folder, during which nothing is said."""
+    stream = io.StringIO()
+    plan = dry_run(ConvertOptions(source=source, output=output, **options), stream)
+    assert stream.getvalue() == ""
+    return plan
 
 
 @dataclass(frozen=True)

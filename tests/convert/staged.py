@@ -16,8 +16,8 @@ from convert.options import ConvertOptions, Remote
 from convert.quality import Quality
 from convert.run import Summary
 from download.part import Part
-from tests.convert.small import Converted, contents, convert_here, small_k3
 from tests import hub as served
+from tests.convert.small import Converted, contents, convert_here, small_k3
 from tests.hub import HubServer, Request
 
 REPOSITORY_ID = "org/name"
@@ -32,7 +32,7 @@ def locally_converted(source: Path, output: Path, **options: Any) -> Converted:
 def stream_here(
     staging: Path, output: Path, repository: str = REPOSITORY_ID, revision: str | None = None, **options: Any
 ) -> tuple[Summary, str]:
-    """A conversion of the hub's repository in this process: its summary and what it said. Fast, unless told otherwise."""
+    """A conversion of the hub's repository in this process: summary and messages. Fast, unless told otherwise."""
     stream = io.StringIO()
     options = {"quality": Quality.FAST, "remote": Remote(repository, revision), **options}
     return convert.run.convert(ConvertOptions(source=staging, output=output, **options), stream), stream.getvalue()
@@ -49,7 +49,7 @@ def two_largest(source: Path) -> int:
 
 
 def whole_requests(hub: HubServer) -> list[Request]:
-    """The requests for a shard up to its end, in the order they ended; headers and samples are read by closed ranges."""
+    """The requests for a shard up to its end, as they ended; headers and samples are read by closed ranges."""
     return [
         one
         for one in hub.requests

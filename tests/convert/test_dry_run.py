@@ -11,11 +11,9 @@ import pytest
 from container.checkpoint import Checkpoint
 from container.layout import VQ3R
 from convert.arch import detect
-from convert.options import ConvertOptions
 from convert.plan import plan_conversion
-from convert.prepare import dry_run
 from convert.quality import Quality
-from tests.convert.small import REPOSITORY, convert_here, write_small
+from tests.convert.small import REPOSITORY, convert_here, dry_run_here, write_small
 
 K3_DATA = REPOSITORY.parent / "shared" / "data" / "k3"
 needs_k3_data = pytest.mark.skipif(not K3_DATA.is_dir(), reason="the released config and index are not here")
@@ -72,7 +70,7 @@ def test_the_released_k3_plan_by_hand():
 
 
 def test_keys(k3, tmp_path):
-    plan = dry_run(ConvertOptions(source=k3.source, output=tmp_path / "out", workers=2, layers=frozenset({1})))
+    plan = dry_run_here(k3.source, tmp_path / "out", workers=2, layers=frozenset({1}))
     assert set(plan) == KEYS
     assert (plan["layers"], plan["workers"], plan["problems"], plan["notes"]) == ([1], 1, [], [])
     assert plan["total_bytes"] == sum(plan["file_bytes"].values()) == k3.summary.container_bytes
@@ -82,7 +80,7 @@ def test_keys(k3, tmp_path):
 def test_some_shards_are_not_enough(tmp_path):
     source = write_small(tmp_path / "checkpoint")
     next(source.glob("*.safetensors")).unlink()
-    plan = dry_run(ConvertOptions(source=source, output=tmp_path / "out"))
+    plan = dry_run_here(source, tmp_path / "out")
     assert (plan["names_only"], plan["shards_absent"]) == (False, 1)
     assert [problem for problem in plan["problems"] if "missing; download it" in problem]
 
@@ -91,10 +89,9 @@ def test_a_folder_of_another_build_is_a_problem(tmp_path, k3):
     """Unfinished or finished: the dry run says what the run would say."""
     convert_here(k3.source, tmp_path / "unfinished", workers=1, layers=frozenset({0}))
     for output in (tmp_path / "unfinished", k3.output):
-        same = dry_run(ConvertOptions(source=k3.source, output=output, quality=Quality.FAST))
+        same = dry_run_here(k3.source, output, quality=Quality.FAST)
         assert same["problems"] == []
-        other = ConvertOptions(source=k3.source, output=output, quality=Quality.FAST, seed=7)
-        (problem,) = dry_run(other)["problems"]
+        (problem,) = dry_run_here(k3.source, output, quality=Quality.FAST, seed=7)["problems"]
         assert f"{output}: begun with other options, library versions or another source" in problem
         assert "options.seed: there 0, now 7" in problem
 
@@ -114,17 +111,16 @@ def test_a_folder_of_another_build_is_a_problem(tmp_path, k3):
 def test_workers_and_threads_follow_the_cores(tmp_path, monkeypatch, k3, cores, asked, layers, workers, threads):
     monkeypatch.setattr("convert.prepare.available_cores", lambda: cores)
     chosen = None if layers is None else frozenset(layers)
-    plan = dry_run(ConvertOptions(source=k3.source, output=tmp_path / "out", workers=asked, layers=chosen))
+    plan = dry_run_here(k3.source, tmp_path / "out", workers=asked, layers=chosen)
     assert (plan["workers"], plan["threads_per_worker"]) == (workers, threads)
 
 
 def test_by_default_memory_limits_the_workers(tmp_path, monkeypatch, k3):
-    options = ConvertOptions(source=k3.source, output=tmp_path / "out")
     monkeypatch.setattr("convert.prepare.available_cores", lambda: 2)
-    one = dry_run(options)["peak_memory_bytes"] // 2
+    one = dry_run_here(k3.source, tmp_path / "out")["peak_memory_bytes"] // 2
     for memory, workers in ((2 * one, 2), (2 * one - 1, 1), (one // 2, 1)):
         monkeypatch.setattr("convert.prepare.available_memory", lambda memory=memory: memory)
-        assert dry_run(options)["workers"] == workers
+        assert dry_run_here(k3.source, tmp_path / "out")["workers"] == workers
 
 
 def test_the_measuring_process_is_honest():

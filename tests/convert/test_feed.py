@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,8 @@ from container.errors import TransferError
 from convert.feed import ShardFeed
 from convert.order import Needs
 from tests.convert.test_order import Case, cases, readers
+
+SEEDS = st.integers(0, 1 << 32)
 
 
 class FakeSupply:
@@ -77,14 +81,12 @@ class Run:
         assert sorted(self.supply.gone[len(gone_before) :]) == sorted(due)
 
 
-@st.composite
-def runs(draw: st.DrawFn) -> Run:
-    case = draw(cases())
-    numbers = draw(st.permutations(range(len(case.wanted))))
+def run_with(case: Case, rng: random.Random) -> Run:
+    numbers = rng.sample(range(len(case.wanted)), len(case.wanted))
     return Run(case, dict(zip(case.wanted, numbers, strict=True)))
 
 
-def go_on(run: Run, data: st.DataObject, n_workers: int) -> bool:
+def go_on(run: Run, rng: random.Random, n_workers: int) -> bool:
     """Something happens: a job starts or ends, or a shard comes. False when nothing more can."""
     may = []
     if len(run.running) < n_workers:
@@ -93,19 +95,21 @@ def go_on(run: Run, data: st.DataObject, n_workers: int) -> bool:
         may.append("finish")
     if run.to_come and run.supply.ended is None:
         may.append("come")
-    what = data.draw(st.sampled_from(may))
+    what = rng.choice(may)
     if what == "come":
-        run.supply.now.add(data.draw(st.sampled_from(run.to_come)))
+        run.supply.now.add(rng.choice(run.to_come))
     elif what == "finish":
-        run.finish(data.draw(st.sampled_from(run.running)))
+        run.finish(rng.choice(run.running))
     else:
         return run.take() or len(may) > 1
     return True
 
 
-@given(runs(), st.integers(1, 3), st.data())
-def test_every_job_runs_once_and_every_shard_goes_once(run, n_workers, data):
-    while go_on(run, data, n_workers):
+@given(cases(), st.integers(1, 3), SEEDS)
+def test_every_job_runs_once_and_every_shard_goes_once(case, n_workers, seed):
+    rng = random.Random(seed)
+    run = run_with(case, rng)
+    while go_on(run, rng, n_workers):
         pass
     assert run.started == list(dict.fromkeys(run.started))
     assert sorted(run.started) == sorted(run.case.wanted)
@@ -116,16 +120,18 @@ def test_every_job_runs_once_and_every_shard_goes_once(run, n_workers, data):
     assert sorted(run.supply.gone) == sorted(done)
 
 
-@given(runs(), st.integers(1, 3), st.data())
-def test_a_failure_waits_for_what_runs(run, n_workers, data):
+@given(cases(), st.integers(1, 3), SEEDS)
+def test_a_failure_waits_for_what_runs(case, n_workers, seed):
     """Jobs at work come to their end, jobs whose shards are here still start; then the failure is raised as it is."""
-    for _ in range(data.draw(st.integers(0, 12))):
-        if not go_on(run, data, n_workers):
+    rng = random.Random(seed)
+    run = run_with(case, rng)
+    for _ in range(rng.randint(0, 12)):
+        if not go_on(run, rng, n_workers):
             break
     run.supply.ended = TransferError("the line is cut")
     while run.running:
         if len(run.running) == n_workers or not run.take():
-            run.finish(data.draw(st.sampled_from(run.running)))
+            run.finish(rng.choice(run.running))
     while any(run.case.needs.shards[job] <= run.supply.now for job in run.waiting):
         assert run.take()
         run.finish(run.running[0])

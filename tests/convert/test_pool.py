@@ -61,10 +61,38 @@ class Recorder:
         return Watcher(self.outcomes.__setitem__, lambda slots: self.ticks.append(list(slots)))
 
 
-def run(function, tasks, n_workers=2):
+def run(function, tasks, n_workers=2, feed=None):
     recorder = Recorder()
-    run_work(Work(function, tasks, [f"task {task}" for task in tasks]), recorder.watcher, n_workers=n_workers)
+    work = Work(function, tasks, [f"task {task}" for task in tasks])
+    run_work(work, recorder.watcher, n_workers=n_workers, feed=feed)
     return recorder
+
+
+class Chain:
+    """A feed that gives the last task first, and each other some refusals after the one behind it is done."""
+
+    def __init__(self, n_tasks, n_refusals=0, error=None):
+        self.next = n_tasks - 1
+        self.n_refusals = self.left_to_refuse = n_refusals
+        self.error = error
+        self.said = []
+
+    def take(self):
+        running = self.said.count("take") > self.said.count("finished")
+        if running or self.next < 0:
+            return None
+        if self.left_to_refuse:
+            self.left_to_refuse -= 1
+            return None
+        if self.error is not None and self.said:
+            raise self.error
+        self.left_to_refuse = self.n_refusals
+        self.said += ["take", self.next]
+        self.next -= 1
+        return self.said[-1]
+
+    def finished(self, number):
+        self.said += ["finished", number]
 
 
 def test_outcomes_and_progress():
@@ -73,6 +101,55 @@ def test_outcomes_and_progress():
     assert {outcome[2] for outcome in recorder.outcomes.values()} == {os.getpid()}
     assert len({outcome[1] for outcome in recorder.outcomes.values()} - {os.getpid()}) in (1, 2)
     assert recorder.ticks[-1] == [3, 4, 5]
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("n_refusals", [0, 3])
+def test_a_feed_decides_what_starts(n_refusals):
+    """While it gives nothing and nothing runs, the watcher still hears."""
+    feed = Chain(3, n_refusals)
+    recorder = run(square, [3, 4, 5], feed=feed)
+    assert {number: outcome[0] for number, outcome in recorder.outcomes.items()} == {0: 9, 1: 16, 2: 25}
+    assert list(recorder.outcomes) == [2, 1, 0]
+    assert feed.said == ["take", 2, "finished", 2, "take", 1, "finished", 1, "take", 0, "finished", 0]
+    assert recorder.ticks.count([0, 0, 0]) >= n_refusals
+    assert multiprocessing.active_children() == []
+
+
+def test_a_feed_hears_of_an_outcome_before_the_watcher():
+    """What the watcher then says of it holds already: shards of finished jobs are gone."""
+    feed, found = Chain(2), []
+    watcher = Watcher(lambda number, _: found.append((number, feed.said[-2:])), lambda _: None)
+    run_work(Work(square, [1, 2], ["one", "other"]), watcher, n_workers=1, feed=feed)
+    assert found == [(1, ["finished", 1]), (0, ["finished", 0])]
+
+
+@pytest.mark.parametrize("n_workers", [1, 2, 3])
+def test_a_feed_is_asked_for_no_more_than_can_run(n_workers):
+    counts = []
+
+    class Counting:
+        left = 4
+        running = 0
+
+        def take(self):
+            if not self.left:
+                return None
+            self.left -= 1
+            self.running += 1
+            counts.append(self.running)
+            return self.left
+
+        def finished(self, number):
+            self.running -= 1
+
+    run(square, [1, 2, 3, 4], n_workers, Counting())
+    assert max(counts) == n_workers
+
+
+def test_an_error_of_the_feed_ends_everything_at_once():
+    with pytest.raises(WeightError, match="from the feed"):
+        run(square, [3, 4], feed=Chain(2, error=WeightError("from the feed")))
     assert multiprocessing.active_children() == []
 
 

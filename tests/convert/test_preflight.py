@@ -9,15 +9,14 @@ import pytest
 
 import convert.preflight
 from container.errors import MoedockError, PreflightError, UsageError
-from convert.options import ConvertOptions
 from convert.preflight import MAX_PROBLEMS
-from convert.prepare import dry_run
 from tests.checkpoints import checkpoint_tensors, write_checkpoint
 from tests.convert.small import (
     EMBEDDING,
     EXPERT,
     contents,
     convert_here,
+    dry_run_here,
     edit_header,
     edit_json,
     shard_of,
@@ -37,7 +36,7 @@ def problems(source, output, **options) -> list[str]:
     with pytest.raises(PreflightError) as refusal:
         convert_here(source, output, **options)
     assert contents(output.parent) == before
-    found = dry_run(ConvertOptions(source=source, output=output, **options))["problems"]
+    found = dry_run_here(source, output, **options)["problems"]
     assert sorted(found) == sorted(refusal.value.problems)
     for problem in refusal.value.problems[:40]:
         assert f"\n  - {problem}" in str(refusal.value)
@@ -203,12 +202,14 @@ def test_bytes_already_there_need_no_room(tmp_path, monkeypatch):
     convert_here(source, tmp_path / "out", layers=frozenset({0, 1}))
     present = (tmp_path / "out" / "experts-L1.bin").stat().st_size
     present += (tmp_path / "out" / ".build" / "trunk.bin").stat().st_size
-    plan = dry_run(ConvertOptions(source=source, output=tmp_path / "out"))
+    plan = dry_run_here(source, tmp_path / "out")
     needed = plan["total_bytes"] + convert.preflight.SMALL_FILES_BYTES - present
+    assert plan["room_bytes"] == needed
     # what a killed worker left goes before anything is written
     (tmp_path / "out" / ".experts-L2.bin.0a1b2c3d.tmp").write_bytes(bytes(5000))
     (tmp_path / "out" / ".build" / ".done-L2.json.0a1b2c3d.tmp").write_bytes(bytes(50))
     needed -= 5050
+    assert dry_run_here(source, tmp_path / "out")["room_bytes"] == needed
     monkeypatch.setattr(convert.preflight, "free_disk", lambda folder: needed - 1)
     expect(problems(source, tmp_path / "out"), "disk: ")
     monkeypatch.setattr(convert.preflight, "free_disk", lambda folder: needed)
@@ -288,7 +289,7 @@ def test_names_alone_are_enough_to_plan(tmp_path, k3):
     source = write_small(tmp_path / "checkpoint")
     for shard in source.glob("*.safetensors"):
         shard.unlink()
-    plan = dry_run(ConvertOptions(source=source, output=tmp_path / "out"))
+    plan = dry_run_here(source, tmp_path / "out")
     assert (plan["names_only"], plan["problems"], plan["shards_absent"]) == (True, [], 3)
     assert plan["total_bytes"] == k3.summary.container_bytes
     assert json.loads(json.dumps(plan)) == plan

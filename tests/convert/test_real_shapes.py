@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from container.reader import ContainerReader
+from convert.local_supply import LocalSupply
 from convert.memory import worker_memory
 from convert.options import ConvertOptions
 from convert.prepare import prepare
@@ -50,6 +51,6 @@ def test_a_worker_stays_below_2_gb_at_real_shapes(tmp_path: Path) -> None:
 
     assert summary.complete
     assert summary.peak_worker_bytes < 2e9
-    assert summary.peak_worker_bytes < worker_memory(prepare(options).plan)
+    assert summary.peak_worker_bytes < worker_memory(prepare(options, LocalSupply(options)).plan)
     with ContainerReader.open(tmp_path / "container") as reader:
         assert not reader.read_expert(1, 3).scales["gate"].any()

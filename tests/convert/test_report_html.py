@@ -12,6 +12,7 @@ from container.layout import EXPERT_QUANTS, VQ3R
 from convert.plots import WIDTH
 from convert.report import make_report
 from convert.report_html import report_html
+from download.ledger import Origin
 from tests.convert.synthetic import K3, ORIGIN, PROVENANCE, plan_of, records_of
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -175,6 +176,22 @@ def test_the_figures_are_those_of_the_report():
     assert any(cell.startswith("7.12 (") for cell in cells)
     assert "layer 2, up: 98.77 %" in parsed.texts["title"]
     assert any(text.startswith("layer outside, train: ") for text in parsed.texts["title"])
+
+
+@pytest.mark.parametrize(
+    ("repository", "revision", "source"),
+    [
+        ("someone/some-model", "0123abc", "someone/some-model at revision 0123abc"),
+        ("someone/some-model", None, "someone/some-model"),
+        (None, "0123abc", "0123abc"),
+        (None, None, "a local folder"),
+    ],
+)
+def test_it_says_where_the_source_came_from(repository, revision, source):
+    plan = plan_of(num_hidden_layers=2)
+    parsed = Parsed(report_html(make_report(plan, records_of(plan), PROVENANCE, Origin(repository, revision))))
+    assert source in parsed.texts["td"]
+    assert (repository or plan.architecture.arch) in parsed.texts["h1"][0]
 
 
 def test_hostile_names_are_only_text():

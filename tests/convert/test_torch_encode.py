@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,8 +29,9 @@ from convert.device import (
 from convert.encode import EncodedRows, RowEncoder, make_encoder
 from convert.encodings.mxfp4 import Mxfp4
 from convert.encodings.plain import Plain
+from convert.local_supply import LocalSupply
 from convert.options import ConvertOptions
-from convert.prepare import dry_run, prepare
+from convert.prepare import prepare
 from convert.quality import Quality
 from convert.source import RawRows, SourceTensor
 from convert.timing import Timing
@@ -38,7 +40,17 @@ from convert.torch_device import Device, device_named, device_problems
 from convert.torch_encode import TorchEncoder
 from tests.checkpoints import checkpoint_tensors
 from tests.convert.peak_memory import PeakMemory
-from tests.convert.small import EXPERT, REPOSITORY, contents, convert_here, run_cli, serial_work, small_k3, write_small
+from tests.convert.small import (
+    EXPERT,
+    REPOSITORY,
+    contents,
+    convert_here,
+    dry_run_here,
+    run_cli,
+    serial_work,
+    small_k3,
+    write_small,
+)
 from validate.__main__ import main as validate
 
 QUANTS = {quant.fmt.name: quant for quant in (VQ3R, VQ4P, VQ2R)}
@@ -247,7 +259,7 @@ def test_the_command_refuses_a_gpu_that_is_not_there(tmp_path, k3):
     assert (done.returncode, done.stdout) == (1, "")
     assert f"--device cuda: torch {torch.__version__} finds no CUDA device" in done.stderr
     assert "Traceback" not in done.stderr
-    plan = dry_run(ConvertOptions(source=k3.source, output=tmp_path / "out", device="cuda:1"))
+    plan = dry_run_here(k3.source, tmp_path / "out", device="cuda:1")
     assert [problem for problem in plan["problems"] if problem.startswith("--device cuda:1: torch ")]
     assert list(tmp_path.iterdir()) == []
 
@@ -260,11 +272,12 @@ def test_the_command_refuses_an_unknown_device(tmp_path, k3):
 
 def test_a_gpu_gets_two_workers(tmp_path, k3):
     """However many cores there are; and threads enough for its streams."""
-    options = {"source": k3.source, "output": tmp_path / "out"}
-    prepared = prepare(ConvertOptions(**options, device="cuda"))
+    options = ConvertOptions(source=k3.source, output=tmp_path / "out", device="cuda")
+    prepared = prepare(options, LocalSupply(options))
     assert prepared.n_workers == 2
     assert prepared.threads_per_worker(1000) == STREAMS
-    assert prepare(ConvertOptions(**options, device="cuda", workers=3)).n_workers == 3
+    options = replace(options, workers=3)
+    assert prepare(options, LocalSupply(options)).n_workers == 3
 
 
 def test_without_a_gpu_torch_is_not_loaded():
