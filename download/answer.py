@@ -25,6 +25,10 @@ POLL_SECONDS = 0.25
 MOST_HOPS = 10
 
 _REDIRECTS = {301, 302, 303, 307, 308}
+_NO_URL = (requests.exceptions.InvalidURL, requests.exceptions.InvalidSchema, requests.exceptions.MissingSchema)
+_BROKEN = (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError)
+_LONGEST_WORDS = 200
+_HOP_BYTES = 1 << 16
 
 
 class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
@@ -53,6 +57,11 @@ class Head:
     etag: str | None  # X-Linked-ETag of any hop, or the last one's ETag; without quotes and W/
 
 
+class _Session(requests.Session):
+    def get_redirect_target(self, resp: requests.Response) -> None:
+        """None: requests would read a hop's body, however long, and prepare the next hop, even without following it."""
+
+
 class Sessions:
     """Sessions of requests, lent to one receiver at a time so that connections are used again."""
 
@@ -65,7 +74,7 @@ class Sessions:
         try:
             session = self._idle.get_nowait()
         except queue.Empty:
-            session = requests.Session()
+            session = _Session()
             session.auth = _as_it_is  # a ~/.netrc must not replace the token, nor follow us to another host
         try:
             yield session
@@ -160,21 +169,8 @@ class Answer:
         try:
             with self._sessions.borrowed() as session:
                 self._receive_from(session)
-        except requests.exceptions.SSLError as error:
-            verified = "CERTIFICATE_VERIFY_FAILED" not in str(error)
-            self._put(
-                HitchError(_words(error)) if verified else HopelessError(f"the server's certificate is wrong: {error}")
-            )
-        except (
-            requests.exceptions.InvalidURL,
-            requests.exceptions.InvalidSchema,
-            requests.exceptions.MissingSchema,
-        ) as e:
-            self._put(HopelessError(f"not a URL to fetch from: {e}"))
-        except (requests.RequestException, urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
-            self._put(HitchError(_words(error)))
-        except Exception as error:  # a defect: raised where the bytes are waited for
-            self._put(error)
+        except Exception as error:
+            self._put(_meaning(error))
 
     def _receive_from(self, session: requests.Session) -> None:
         try:
@@ -207,9 +203,14 @@ class Answer:
             if target is None:
                 etag = linked or response.headers.get("ETag")
                 return Head(response.status_code, response.headers, n_hops > 0, etag and _bare(etag))
+            response.raw.read(_HOP_BYTES, decode_content=False)  # to its end, commonly: the connection lives on
             response.close()
-            target = urllib.parse.urljoin(url, target)
-            if _origin(target) != _origin(url):
+            try:
+                target = urllib.parse.urljoin(url, target)
+                elsewhere = _origin(target) != _origin(url)
+            except ValueError:
+                raise HitchError(f"redirected to what is no URL: {target[:_LONGEST_WORDS]!r}") from None
+            if elsewhere:
                 headers = {name: v for name, v in headers.items() if name.lower() not in {"authorization", "cookie"}}
             url = target
         raise HitchError(f"redirected more than {MOST_HOPS} times")
@@ -238,7 +239,23 @@ def _bare(etag: str) -> str:
     return etag.strip().removeprefix("W/").strip('"')
 
 
-def _words(error: Exception) -> str:
-    """What went wrong, short: the libraries wrap errors in errors."""
-    text = str(error)
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+def _meaning(error: Exception) -> Exception:
+    """HitchError or HopelessError for what the libraries raise; anything else is a defect, and stays what it is."""
+    if isinstance(error, requests.exceptions.InvalidHeader):  # its text would show the token
+        return HopelessError("the token holds characters that no request can carry; look at HF_TOKEN")
+    if isinstance(error, _NO_URL):
+        return HopelessError(f"not a URL to fetch from: {error}")
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return HopelessError(f"the server's certificate is not trusted: {_words(error)}")
+    if isinstance(error, _BROKEN):
+        return HitchError(_words(error))
+    return error
+
+
+def _words(error: BaseException) -> str:
+    """What went wrong, short: the libraries wrap errors in errors, and show signed URLs."""
+    inner: object = error
+    while isinstance(inner, BaseException):
+        error = inner
+        inner = getattr(error, "reason", None) or next((a for a in error.args if isinstance(a, BaseException)), None)
+    return f"{type(error).__name__}: {str(error)[:_LONGEST_WORDS]}" if str(error) else type(error).__name__

@@ -132,13 +132,14 @@ class Hub:
             ) from None
         except errors.HfHubHTTPError as error:
             raise self._refusal(repository, revision, error) from None
-        except no_answer as error:
-            raise _UnansweredError(str(error) or type(error).__name__) from None
+        # before the next: the JSONDecodeError of requests is an OSError, too
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise HubError(
                 f"{self.endpoint}: the answer for {where} is no listing of a repository ({type(error).__name__}: "
                 f"{error}); is HF_ENDPOINT the address of a hub, and does nothing stand between?"
             ) from None
+        except no_answer as error:
+            raise _UnansweredError(str(error) or type(error).__name__) from None
 
     def _refusal(self, repository: str, revision: str, error: HfHubHTTPError) -> Exception:
         from huggingface_hub import errors

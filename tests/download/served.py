@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import replace
 
 from download.listing import RemoteFile
 from download.transfer import Patience, Transfer
@@ -23,6 +24,8 @@ HASTE = Patience(
     connect_seconds=1.0,
     stall_seconds=0.3,
 )
+# For what must succeed, also on a machine that is busy.
+STEADY_HASTE = replace(HASTE, give_up_seconds=20)
 
 
 def small_file(name: str, content: bytes) -> RemoteFile:
@@ -36,7 +39,7 @@ def large_file(name: str, content: bytes) -> RemoteFile:
     return RemoteFile(name=name, n_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
-def hasty(patience: Patience = HASTE, max_bytes_per_second: float | None = None) -> Transfer:
+def hasty(patience: Patience = STEADY_HASTE, max_bytes_per_second: float | None = None) -> Transfer:
     """A transfer for tests, which shows a token."""
     return Transfer(
         headers=lambda: {"Authorization": "Bearer secret"},

@@ -15,8 +15,10 @@ from download.folder import SourceFolder
 from download.listing import RemoteFile
 from download.transfer import Patience, Stopped
 from tests.download.served import HASTE, REPOSITORY, hasty, large_file, small_file
+from tests.download.small_model import contents, download_here, serve, wanted_files
 from tests.hub import FaultSchedule, HubServer
 
+MODEL = "org/model"
 DRAW = random.Random(7)
 CONTENTS = {
     "config.json": b"{}" * 300,
@@ -30,9 +32,10 @@ FILES = [
 ]
 SIZES = {name: len(content) for name, content in CONTENTS.items()}
 # Little patience for stalls: a busy machine may stall, too, and is asked again.
-PATIENCE = replace(HASTE, give_up_seconds=5, stall_seconds=0.05, connect_seconds=0.05)
+PATIENCE = replace(HASTE, give_up_seconds=20, stall_seconds=0.05, connect_seconds=0.05)
 LITTLE_PATIENCE = replace(PATIENCE, give_up_seconds=0.1)  # where giving up is right
 N_SCHEDULES, N_SLOW_SCHEDULES = 150, 1000
+N_RUNS, N_SLOW_RUNS = 20, 200
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,7 @@ def hub() -> Iterator[HubServer]:
     with HubServer() as server:
         server.allow("secret")
         server.add(REPOSITORY, CONTENTS)
+        serve(server, repository=MODEL)
         yield server
 
 
@@ -114,3 +118,46 @@ def test_random_schedules_end_in_the_right_bytes_or_name_the_file(hub: HubServer
 @pytest.mark.slow
 def test_many_random_schedules(hub: HubServer, tmp_path: Path) -> None:
     run_schedules(hub, range(N_SCHEDULES, N_SCHEDULES + N_SLOW_SCHEDULES), tmp_path)
+
+
+def run_whole(hub: HubServer, seed: int, folder: Path) -> bool:
+    """A whole download under the schedule of a seed, and another without faults; whether the first one was refused."""
+    draw = random.Random(seed)
+    wanted = wanted_files()
+    schedule = FaultSchedule.random(
+        seed,
+        {name: len(content) for name, content in wanted.items()},
+        n_faults=15,
+        n_permanent=draw.choice((0, 0, 1)),
+        refusals=draw.random() < 0.5,
+        stall_seconds=(0.02, None),
+    )
+    patience = replace(PATIENCE, give_up_seconds=0.2) if schedule.discouraging else PATIENCE
+    hub.set_faults(schedule)
+    message = None
+    try:
+        download_here(hub, folder, repository=MODEL, patience=patience, jobs=draw.choice((1, 3)))
+    except DownloadError as error:
+        message = str(error)
+    found = contents(folder)
+    assert found.items() <= wanted.items(), schedule
+    if message is None:
+        assert found == wanted, schedule
+    else:
+        assert schedule.discouraging, message
+        assert all(name in message for name in wanted.keys() - found.keys()) or not found, message
+    hub.set_faults(FaultSchedule())
+    download_here(hub, folder, repository=MODEL, patience=PATIENCE)
+    assert contents(folder) == wanted, schedule
+    return message is not None
+
+
+def test_whole_downloads_under_random_schedules(hub: HubServer, tmp_path: Path) -> None:
+    refused = [run_whole(hub, seed, tmp_path / str(seed)) for seed in range(N_RUNS)]
+    assert 0 < sum(refused) < N_RUNS
+
+
+@pytest.mark.slow
+def test_many_whole_downloads_under_random_schedules(hub: HubServer, tmp_path: Path) -> None:
+    refused = [run_whole(hub, seed, tmp_path / str(seed)) for seed in range(N_RUNS, N_RUNS + N_SLOW_RUNS)]
+    assert 0 < sum(refused) < N_SLOW_RUNS

@@ -24,6 +24,7 @@ from download.ledger import Proof
 from download.listing import RemoteFile
 from download.transfer import Stopped, Transfer
 from tests.download.served import (
+    HASTE,
     REPOSITORY,
     SHARD,
     SHARD_BYTES,
@@ -286,6 +287,14 @@ def test_wrong_bytes_twice_are_named_and_removed(run: Run) -> None:
     assert run() == PROOF
 
 
+def test_wrong_bytes_after_a_restart_count(run: Run) -> None:
+    run.stop_after(1000)
+    run.hub.set_faults(on_shard(Fault(Kind.STATUS, status=416), Fault(Kind.FLIP, at=5), Fault(Kind.FLIP, at=5)))
+    with pytest.raises(TransferError, match="twice"):
+        run()
+    assert run.starts() == [1000, None, None]
+
+
 def test_a_small_files_wrong_bytes_are_found_by_gits_sha1(run: Run) -> None:
     flip = Planned(Part.HUB, SMALL, Fault(Kind.FLIP, at=3), 0, 2)
     run.hub.set_faults(FaultSchedule((flip,)))
@@ -309,7 +318,7 @@ def test_patience_ends_with_the_part_kept(run: Run) -> None:
     gone = Planned(Part.CDN, SHARD, Fault(Kind.DROP), 1, None)
     run.hub.set_faults(FaultSchedule((cut, gone)))
     with pytest.raises(TransferError, match=f"^{SHARD}: 100000 bytes are here, .*run the same command"):
-        run()
+        run(transfer=hasty(replace(HASTE, give_up_seconds=0.3)))
     run.hub.set_faults(FaultSchedule())
     run.hub.clear()
     assert run() == PROOF
@@ -340,6 +349,18 @@ def test_the_guard_is_asked_again_and_again(run: Run, monkeypatch: pytest.Monkey
     assert run.guarded == sorted(run.guarded, reverse=True)
 
 
+def test_no_byte_is_lost_where_the_disk_takes_fewer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = os.pwrite
+    monkeypatch.setattr("os.pwrite", lambda descriptor, data, offset: written(descriptor, data[:10_007], offset))
+    assert run() == PROOF
+    assert run.folder.file(SHARD).read_bytes() == SHARD_BYTES
+
+
+def test_bytes_come_in_small_steps_at_a_low_rate(run: Run) -> None:
+    run(SMALL_FILE, hasty(max_bytes_per_second=16_000))
+    assert max(later - earlier for earlier, later in zip([0, *run.told], run.told, strict=False)) <= 4000
+
+
 def test_a_full_disk_is_not_retried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     written = os.pwrite
 
@@ -365,6 +386,7 @@ def test_a_stop_while_the_present_bytes_are_hashed(run: Run) -> None:
     with pytest.raises(Stopped):
         run(transfer=transfer)
     assert run.folder.part(SHARD).stat().st_size == 299_999
+    assert run.told == []
 
 
 def test_threads_end_with_the_fetch(run: Run) -> None:

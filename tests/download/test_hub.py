@@ -96,7 +96,7 @@ def test_a_revision_that_is_none(hub):
     assert len(hub.requests) == 1
 
 
-@pytest.mark.parametrize("name", ["a/b/c", "", "a b", "https://huggingface.co/org/name", "org/name.git", "../x", "é"])
+@pytest.mark.parametrize("name", ["a/b/c", "", "a b", "https://huggingface.co/org/name", "org/name.git", "../x"])
 def test_a_name_that_is_no_name(hub, name):
     with pytest.raises(HubError, match=r"is no repository's name; give it as its page's address ends: ORG/NAME"):
         ask(hub, repository=name)
@@ -185,7 +185,9 @@ def test_nobody_there_is_given_up():
         endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
         patience = Patience(base_seconds=0.01, longest_seconds=0.05, give_up_seconds=0.3)
         began = time.monotonic()
-        with pytest.raises(HubError, match=rf"^{endpoint} gives no listing of org/name \(.*refused\), asked \d+ time"):
+        with pytest.raises(
+            HubError, match=rf"^{endpoint} gives no listing of org/name \(.*refused.*\), asked \d+ time"
+        ):
             Hub(endpoint).listing(REPOSITORY, stop=NEVER, patience=patience)
         assert 0.3 <= time.monotonic() - began < 3
 

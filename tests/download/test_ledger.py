@@ -223,3 +223,25 @@ def test_a_line_is_on_the_disk_before_it_counts(path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         ledger.say_proved(PROOFS[0])
     assert ledger.proved == {}
+
+
+def test_the_documented_lines(path):
+    """docs/download.md's table of events: no other events, and each with these keys and a time."""
+    text = (Path(__file__).parents[2] / "docs" / "download.md").read_text(encoding="utf-8")
+    section = text.split("## The ledger")[1].split("\n## ")[0]
+    documented = {
+        event: re.findall(r"`(\w+)`", keys)
+        for event, keys in re.findall(r"^\| `(\w+)` \| ([^|]*)\|", section, flags=re.MULTILINE)
+        if event != "event"
+    }
+    ledger = Ledger(path)
+    ledger.say_source(ORIGIN)
+    ledger.say_staging()
+    ledger.say_proved(PROOFS[0])
+    ledger.say_disproved(PROOFS[0].name)
+    ledger.say_sampled(PROOFS[0].name, FINGERPRINT)
+    ledger.say_reclaimed(GONE)
+    lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+    assert {line["event"]: [key for key in line if key not in ("event", "time")] for line in lines} == documented
+    assert all("time" in line for line in lines)
+    assert len(lines) == len([name for name in dir(Ledger) if name.startswith("say_")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -174,6 +175,15 @@ def test_a_file_of_another_tool_is_kept_when_it_is_right(hub, mirror):
     assert fetched(hub) == []
 
 
+def test_a_file_of_another_tool_is_on_the_disk_before_it_is_proved(mirror, monkeypatch):
+    path = put(mirror, SHARD, FILES[SHARD])
+    synced: list[int] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino) or fsync(descriptor))
+    mirror.fetch(mirror.listing.files[SHARD])
+    assert synced.index(path.stat().st_ino) < synced.index(mirror.folder.ledger.stat().st_ino)
+
+
 def test_a_part_beside_a_whole_file_goes(mirror):
     put(mirror, SHARD, FILES[SHARD])
     for path in (mirror.folder.part(SHARD), mirror.folder.part_facts(SHARD)):
@@ -181,6 +191,20 @@ def test_a_part_beside_a_whole_file_goes(mirror):
         path.write_bytes(b"{}")
     mirror.fetch(mirror.listing.files[SHARD])
     assert list(mirror.folder.parts.iterdir()) == []
+
+
+def test_a_part_counts_up_to_the_size_of_its_file(mirror):
+    shard = mirror.listing.files[SHARD]
+    part = mirror.folder.part(SHARD)
+    assert mirror.part_bytes(shard) == 0
+    part.parent.mkdir(parents=True)
+    for n_bytes in (0, 10, shard.n_bytes):
+        part.write_bytes(bytes(n_bytes))
+        assert mirror.part_bytes(shard) == n_bytes
+    part.write_bytes(bytes(shard.n_bytes + 10))
+    assert mirror.part_bytes(shard) == shard.n_bytes
+    mirror.fetch(shard)
+    assert mirror.folder.file(SHARD).read_bytes() == FILES[SHARD]
 
 
 def test_a_link_into_a_cache_is_followed_and_never_written_through(tmp_path, mirror):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +227,7 @@ def test_a_gated_repository_leaves_no_folder(hub, tmp_path):
     with pytest.raises(HubError, match="the repository is gated; accept its conditions"):
         download_here(hub, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+    assert len(hub.of(INDEX)) == 1
 
 
 def test_a_gated_repository_is_not_asked_for_every_shard(hub, tmp_path):
@@ -232,7 +235,7 @@ def test_a_gated_repository_is_not_asked_for_every_shard(hub, tmp_path):
     serve(hub, gated=True)
     (tmp_path / INDEX).write_bytes(WANTED[INDEX])
     with pytest.raises(DownloadError) as error:
-        download_here(hub, tmp_path)
+        download_here(hub, tmp_path, jobs=1)
     lines = str(error.value).splitlines()
     assert lines[0] == f"{tmp_path}: 4 of {len(WANTED)} files could not be fetched"
     assert lines[1].startswith("  - README.md, ")
@@ -338,6 +341,25 @@ def test_one_download_at_a_time(hub, folder):
     assert contents(folder) == {}
 
 
+def test_what_the_run_before_us_did_counts(hub, folder, monkeypatch):
+    """It held the lock while we listed, and finished in between."""
+    real = held_lock
+
+    @contextlib.contextmanager
+    def lock_after_another_run(path: Path, what: str) -> Iterator[None]:
+        monkeypatch.setattr(download.run, "held_lock", real)
+        download_here(hub, folder)
+        hub.clear()
+        before = SourceFolder(folder).ledger.read_bytes()
+        with real(path, what):
+            yield
+        assert SourceFolder(folder).ledger.read_bytes() == before
+
+    monkeypatch.setattr(download.run, "held_lock", lock_after_another_run)
+    assert download_here(hub, folder)[0].n_fetched == 0
+    assert served(hub) == []
+
+
 def test_a_staging_folder_is_left_alone(hub, folder):
     Ledger(SourceFolder(folder).ledger).say_staging()
     with pytest.raises(DownloadError, match="is the staging folder of a conversion"):
@@ -425,12 +447,13 @@ def test_a_dry_run_writes_nothing(hub, folder):
     assert [one["name"] for one in found["files"]][-3:] == list(SHARDS)
 
 
-def test_a_large_index_is_announced(hub, folder, monkeypatch):
-    monkeypatch.setattr("download.plan.LARGE_INDEX_BYTES", len(WANTED[INDEX]) - 1)
-    announced = f"reading the index, {len(WANTED[INDEX])} B\n"
-    assert download_here(hub, folder)[1].startswith(announced)
-    monkeypatch.setattr("download.plan.LARGE_INDEX_BYTES", len(WANTED[INDEX]))
-    assert announced not in download_here(hub, folder)[1]
+def test_a_dead_line_is_spoken_of_while_the_index_is_read(hub, folder, monkeypatch):
+    monkeypatch.setattr("download.crew.QUIET_SECONDS", 0.1)
+    monkeypatch.setattr("download.crew.POLL_SECONDS", 0.01)
+    hub.set_faults(FaultSchedule((Planned(Part.HUB, INDEX, Fault(Kind.STALL, at=10, seconds=None)),)))
+    stream = io.StringIO()
+    plan_download(options_for(hub, folder), stream)
+    assert stream.getvalue().startswith("no new bytes for ")
 
 
 def test_a_dry_run_counts_what_is_here(hub, folder):
