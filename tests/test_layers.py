@@ -32,6 +32,7 @@ CONFINED: dict[str, set[str]] = {
     "safetensors": {"validate/"},
     "huggingface_hub": {"download/"},
     "requests": {"download/"},
+    "urllib3": {"download/"},
 }
 CONTAINER_THIRD_PARTY = {"numpy"}
 EXCEPTIONS = {("container/progress.py", "tqdm")}  # the one place that all commands share
