@@ -34,11 +34,12 @@ class LocalSupply:
         self.gives_back = options.reclaim is Reclaim.ON
         self.fetches = False
         self._news: list[str] = []
+        self._to_stay: set[str] = set()  # shards that are not given back yet
 
     @property
     def fingerprints(self) -> Mapping[str, ShardFingerprint]:
-        """As the ledger has them."""
-        return self._ledger.sampled
+        """As the ledger has them, of shards that are gone: those that are here speak for themselves."""
+        return {shard: found for shard, found in self._ledger.sampled.items() if not self.here(shard)}
 
     @property
     def shard_bytes(self) -> Mapping[str, int]:
@@ -104,6 +105,8 @@ class LocalSupply:
         problems = []
         for shard in self.checkpoint.shard_names:
             path = self._folder.file(shard)
+            if not (self.here(shard) or path.is_symlink()):
+                continue  # it is gone, or missing: said elsewhere
             try:
                 files = files_of(path)
                 unread = self._unread(shard)
@@ -144,10 +147,12 @@ class LocalSupply:
         for shard in self.checkpoint.shard_names:
             if shard not in needed and (self.here(shard) or self._folder.file(shard).is_symlink()):
                 self.give_back(shard)
+        self._to_stay = set(self.held)
         return job_order(needs, wanted, self.held)
 
     def give_back(self, shard: str) -> None:
         """Delete the shard, or say that it would be."""
+        self._to_stay.discard(shard)
         if self._options.reclaim is Reclaim.ON:
             n_bytes = give_back(self._folder, self._ledger, shard, self._options.output)
             self._news.append(f"gave back {shard}: {size(n_bytes)}, {size(free_disk(self._folder.folder))} free now")
@@ -160,8 +165,7 @@ class LocalSupply:
 
     def failure(self) -> Exception | None:
         """Shards that somebody took away while the conversion ran: no more will come."""
-        lost = [shard for shard in self.checkpoint.shard_names if not self.here(shard)]
-        lost = [shard for shard in lost if shard not in self._ledger.reclaimed]
+        lost = sorted(shard for shard in self._to_stay if not self.here(shard))
         if not lost:
             return None
         return SourceError(

@@ -26,11 +26,10 @@ LIBRARIES = ("faiss-cpu", "numba", "numpy")
 def provenance(
     checkpoint: Checkpoint, options: ConvertOptions, known: Mapping[str, ShardFingerprint] | None = None
 ) -> dict[str, Any]:
-    """The identity of a conversion. Every shard must be there, or its fingerprint be `known`."""
+    """The identity of a conversion. A shard whose fingerprint is `known` need not be there."""
     shards = {}
     for name in checkpoint.shard_names:
-        found = None if checkpoint.has_shard(name) else (known or {}).get(name)
-        found = found or file_fingerprint(checkpoint.folder / name, checkpoint.shard(name))
+        found = (known or {}).get(name) or file_fingerprint(checkpoint.folder / name, checkpoint.shard(name))
         shards[name] = found.to_json()
     return {
         "tool": {"name": TOOL, "version": version(TOOL)},

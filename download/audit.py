@@ -86,7 +86,7 @@ class _Audit:
 
     def run(self, notes: list[str]) -> Audit:
         choice = choice_of(self._session, self._mirror)
-        given_back = [file for file in choice.files if self._is_given_back(file)]
+        given_back = [file for file in choice.files if self._mirror.is_given_back(file)]
         if given_back:
             into = self._mirror.ledger.reclaimed[given_back[0].name].into
             notes.append(f"{len(given_back)} shard(s) were given back after their conversion into {into}")
@@ -108,9 +108,6 @@ class _Audit:
             left_out=choice.left_out,
             notes=tuple(notes),
         )
-
-    def _is_given_back(self, file: RemoteFile) -> bool:
-        return file.name in self._mirror.ledger.reclaimed and not self._mirror.folder.file(file.name).exists()
 
     def _outside(self, file: RemoteFile) -> str | None:
         """What is wrong with a file as it looks from outside."""

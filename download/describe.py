@@ -26,7 +26,7 @@ def plan_text(plan: Plan) -> str:
     lines += [
         f"{size(plan.present_of(file)):>12} of {size(file.n_bytes):>12}  {file.name}" for file in plan.choice.files
     ]
-    lines += _left_out(plan.choice.left_out)
+    lines += [*_left_out(plan.choice.left_out), *_given_back(plan.choice.given_back)]
     lines += [f"problem: {plan.shortage}"] if plan.shortage else []
     return "\n".join(lines)
 
@@ -38,9 +38,9 @@ def summary_text(summary: Summary) -> str:
         rate = summary.fetched_bytes / max(summary.elapsed_seconds, 1e-9)
         lines.append(
             f"{summary.n_fetched} files, {size(summary.fetched_bytes)} fetched in {duration(summary.elapsed_seconds)}: "
-            f"{rate / 1e6:.1f} MB/s"
+            f"{size(rate)}/s"
         )
-    lines += _left_out(summary.left_out)
+    lines += [*_left_out(summary.left_out), *_given_back(summary.given_back)]
     whole = "complete and proved" if summary.complete else "as asked, but not a complete checkpoint"
     lines.append(f"{summary.folder} is {whole}: {summary.n_files} files, {size(summary.total_bytes)}")
     return "\n".join(lines)
@@ -61,6 +61,12 @@ def audit_text(audit: Audit) -> str:
     else:
         lines.append(f"{subject}: all {audit.n_files} files are right ({size(audit.total_bytes)})")
     return "\n".join(lines)
+
+
+def _given_back(names: tuple[str, ...]) -> list[str]:
+    if not names:
+        return []
+    return [f"not fetched again, as a conversion has given them back (--include NAME does it): {shown_names(names)}"]
 
 
 def _left_out(names: tuple[str, ...]) -> list[str]:

@@ -119,6 +119,12 @@ class Mirror:
         path = self.folder.file(file.name)
         return path.is_file() and path.stat().st_size == file.n_bytes
 
+    def is_given_back(self, file: RemoteFile) -> bool:
+        """True when a conversion has deleted this very shard, all that it made of it being safe."""
+        proof = self.ledger.proved.get(file.name)
+        same = proof is None or file.sha256 in (None, proof.sha256)
+        return same and file.name in self.ledger.reclaimed and not self.folder.file(file.name).exists()
+
     def part_bytes(self, file: RemoteFile) -> int:
         """Bytes that a part of the file takes on disk."""
         part = self.folder.part(file.name)

@@ -77,6 +77,7 @@ class Plan:
                 for file in self.choice.files
             ],
             "left_out": list(self.choice.left_out),
+            "given_back": list(self.choice.given_back),
         }
 
     def present_of(self, file: RemoteFile) -> int:
@@ -101,6 +102,17 @@ def choice_of(session: Session, mirror: Mirror) -> Choice:
             raise failures[index.name]
     return choose(
         mirror.listing, (*small, *mirror.shards()), include=session.options.include, exclude=session.options.exclude
+    )
+
+
+def fetch_choice(session: Session, mirror: Mirror) -> Choice:
+    """The files to fetch: those that a conversion has given back only where they are asked for by name."""
+    choice = choice_of(session, mirror)
+    gone = [] if session.options.include else [file for file in choice.files if mirror.is_given_back(file)]
+    return Choice(
+        files=tuple(file for file in choice.files if file not in gone),
+        left_out=choice.left_out,
+        given_back=tuple(file.name for file in gone),
     )
 
 

@@ -16,7 +16,8 @@ from enum import Enum, auto
 # What a stalled line must bring on average, or it is cut.
 LEAST_BYTES_PER_SECOND = 1024
 
-_AGAIN = {408, 425, 429, 500, 502, 503, 504}
+# Of the 4xx; 416 says that our bytes do not fit, and whoever asked begins anew.
+_AGAIN = {408, 416, 425, 429}
 # What storage says of a signed URL that has expired; S3 says 400 where the key behind the signature has.
 _EXPIRED = {400, 401, 403}
 _LONGEST_MESSAGE = 300
@@ -83,7 +84,7 @@ def judge(status: int, *, redirected: bool, headers: Mapping[str, str]) -> Verdi
     said = _said(status, headers)
     if redirected and status in _EXPIRED and "X-Error-Code" not in headers:
         return Verdict(Step.RENEW, f"{said}: the signed URL has expired")
-    if status in _AGAIN or not 400 <= status < 500 or status == 416:
+    if status in _AGAIN or not 400 <= status < 500:
         return Verdict(Step.RETRY, said)
     return Verdict(Step.REFUSE, f"{said}: {_advice(status, headers.get('X-Error-Code', ''))}")
 

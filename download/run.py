@@ -19,7 +19,7 @@ from download.ledger import Ledger
 from download.listing import RemoteFile
 from download.mirror import Mirror, Progress
 from download.options import DownloadOptions
-from download.plan import Plan, choice_of, make_plan
+from download.plan import Plan, fetch_choice, make_plan
 from download.selection import Choice, is_weights
 from download.session import Session, opened
 
@@ -41,11 +41,12 @@ class Summary:
     fetched_bytes: int  # in this run
     elapsed_seconds: float
     left_out: tuple[str, ...]  # needed by a conversion, but not asked for
+    given_back: tuple[str, ...]  # by a conversion, and so not fetched again
 
     @property
     def complete(self) -> bool:
         """True when the folder holds all that a conversion needs."""
-        return not self.left_out
+        return not (self.left_out or self.given_back)
 
     def to_json(self) -> dict[str, Any]:
         """For --json."""
@@ -56,7 +57,7 @@ def plan_download(options: DownloadOptions, stream: TextIO) -> Plan:
     """What `download` would do; writes nothing. Raises HubError, TransferError, UsageError."""
     with opened(options, stream) as session:
         mirror = session.mirror(options.revision)
-        return make_plan(mirror, choice_of(session, mirror), options.min_free_bytes)
+        return make_plan(mirror, fetch_choice(session, mirror), options.min_free_bytes)
 
 
 def download(options: DownloadOptions, stream: TextIO) -> Summary:
@@ -68,7 +69,7 @@ def download(options: DownloadOptions, stream: TextIO) -> Summary:
     try:
         with opened(options, stream) as session:
             mirror = session.mirror(options.revision)
-            choice = choice_of(session, mirror)
+            choice = fetch_choice(session, mirror)
             with held_lock(mirror.folder.lock, "another download"):
                 mirror.ledger = Ledger(mirror.folder.ledger)  # the run that held the lock may have gone on with it
                 return _Run(session, mirror, choice).run()
@@ -119,6 +120,7 @@ class _Run:
             fetched_bytes=plan.missing_bytes,
             elapsed_seconds=time.monotonic() - self._started,
             left_out=choice.left_out,
+            given_back=choice.given_back,
         )
 
     def _say_origin(self) -> None:
@@ -138,12 +140,6 @@ class _Run:
             f"{size(plan.choice.n_bytes)}; {size(plan.present_bytes)} present, {size(plan.missing_bytes)} to fetch, "
             f"{size(plan.free_bytes)} free"
         )
-        gone = [file.name for file in plan.missing if file.name in self._mirror.ledger.reclaimed]
-        if gone:
-            into = self._mirror.ledger.reclaimed[gone[0]].into
-            self._session.say(
-                f"note: {len(gone)} shard(s) were given back after their conversion into {into}: fetching again"
-            )
 
     def _prove(self, files: Sequence[RemoteFile]) -> list[RemoteFile]:
         """Read through files that lie here without a proof. Returns those that are wrong."""

@@ -33,6 +33,7 @@ class Choice:
 
     files: tuple[RemoteFile, ...]
     left_out: tuple[str, ...] = ()
+    given_back: tuple[str, ...] = ()  # by a conversion that needs them no more
 
     @property
     def n_bytes(self) -> int:

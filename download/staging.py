@@ -64,9 +64,12 @@ class Staging:
         return whole + sum(map(self._mirror.part_bytes, self._files.values()))
 
     def begin(self, order: Sequence[str], unneeded: Iterable[str]) -> None:
-        """Give back what is not needed, and begin to fetch the shards of `order` that are not here."""
+        """Delete what is not needed, or only later, and begin to fetch the shards of `order` that are not here."""
         for name in unneeded:
-            if name in self._held:
+            if name in order:
+                self._mirror.folder.file(name).unlink(missing_ok=True)
+                self._forget(name, "made room instead of")
+            elif name in self._held:
                 self.give_back(name)
         self._order.extend(self._files[name] for name in order if name not in self._here)
         self._threads = [
@@ -82,13 +85,17 @@ class Staging:
 
     def give_back(self, name: str) -> None:
         """Delete a shard whose every consumer's output is durable; the next one may come."""
-        n_bytes = give_back(self._mirror.folder, self._mirror.ledger, name, self._into)
+        give_back(self._mirror.folder, self._mirror.ledger, name, self._into)
+        self._forget(name, "gave back")
+
+    def _forget(self, name: str, what: str) -> None:
+        """Nothing of the shard is here any more, once its part is gone."""
         for path in (self._mirror.folder.part(name), self._mirror.folder.part_facts(name)):
             path.unlink(missing_ok=True)
         with self._change:
             self._here.discard(name)
             self._held.discard(name)
-            self._news.append(f"gave back {name}: {size(n_bytes)}")
+            self._news.append(f"{what} {name}: {size(self._files[name].n_bytes)}")
             self._change.notify_all()
 
     def failure(self) -> Exception | None:
@@ -194,5 +201,5 @@ class Staging:
         if file_fingerprint(path, read_shard_header(path)) != self._mirror.ledger.sampled.get(file.name):
             raise TransferError(
                 f"{path}: its header or its weights are not those that the hub sent when the conversion began, though "
-                f"its checksum is right; delete {self._mirror.folder.headers} and run the same command again"
+                f"its checksum is right; delete {self._mirror.folder.headers} and begin anew in another OUT"
             )

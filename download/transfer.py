@@ -105,7 +105,7 @@ class Transfer:
         self, url: str, start: int, n_bytes: int | None, what: str, progress: Callable[[int], None] | None = None
     ) -> bytes:
         """Bytes of a file, `n_bytes` None for all from `start`; `what` names it in messages, `progress` is told how
-        many have come.
+        many have come. Give `n_bytes` where it is known: without it, a cut shows only if the server tells a length.
 
         Raises HubError, TransferError or Stopped.
         """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +89,3 @@ class Consumers:
         place = slice(entry.offset, entry.offset + entry.n_bytes)
         found = (trunk if trunk.exists() else output / "trunk.bin").read_bytes()[place]
         assert found == (self._expected / "trunk.bin").read_bytes()[place], (shard, tensor)
-
-
-def edit_ledger(source: Path, change: Any) -> None:
-    """Rewrite a folder's ledger: `change` gets its bytes and returns others."""
-    ledger = source / STATE_FOLDER / "ledger.jsonl"
-    ledger.write_bytes(change(ledger.read_bytes()))
-
-
-def events_of(source: Path) -> list[Mapping[str, Any]]:
-    """The ledger's lines."""
-    return [json.loads(line) for line in (source / STATE_FOLDER / "ledger.jsonl").read_text().splitlines()]

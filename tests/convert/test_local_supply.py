@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from container.errors import SourceError
+from container.errors import ShardError, SourceError
 from container.fingerprint import ShardFingerprint
 from convert.local_supply import LocalSupply
 from convert.options import ConvertOptions, Reclaim
@@ -170,6 +170,16 @@ def test_a_shard_that_came_back(source, made):
     assert not shard.exists()
 
 
+def test_a_shard_that_came_back_in_part(source, made):
+    """Its kept header is not believed any more."""
+    shard = shard_of(source, EMBEDDING)
+    give_away(source, shard, source.parent / "out")
+    assert supply_of(source).checkpoint.shard(shard.name).file_bytes == (made / shard.name).stat().st_size
+    shard.write_bytes((made / shard.name).read_bytes()[:-1])
+    with pytest.raises(ShardError, match=f"{shard}: .*truncated, download it again"):
+        supply_of(source).checkpoint.shard(shard.name)
+
+
 def test_only_proved_shards_are_trusted(source):
     """Once a download keeps the folder's ledger. What is not needed may be anything."""
     shards = sorted(source.glob("*.safetensors"))
@@ -225,6 +235,7 @@ def test_what_must_not_be_deleted(source, spoil):
 
 def test_a_read_only_folder(source, monkeypatch):
     """As the system tells: tests may run as root, whom no permission stops."""
+    give_away(source, shard_of(source, EMBEDDING), source.parent / "out")  # no matter any more
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != source)
     found = supply_of(source).problems(NOTHING)
     expected = [
@@ -295,10 +306,13 @@ def test_a_blob_that_went_before_its_link(tmp_path, made):
     assert list(snapshot.glob("*.safetensors")) == list(blobs.iterdir()) == []
 
 
-def test_a_shard_that_somebody_took_away(source):
+def test_a_shard_that_somebody_took_away(source, made):
+    """Also one that had been given back before, and came back."""
+    shards = sorted(source.glob("*.safetensors"))
+    give_away(source, shards[1], source.parent / "out")
+    shutil.copy(made / shards[1].name, source)
     supply = supply_of(source)
     supply.begin(needs_of(supply), [])
-    shards = sorted(source.glob("*.safetensors"))
     supply.give_back(shards[0].name)
     assert supply.failure() is None
     shards[1].unlink()

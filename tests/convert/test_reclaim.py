@@ -25,6 +25,9 @@ from tests.convert.reclaiming import (
     write_straddling,
 )
 from tests.convert.small import Converted, assert_same, contents, convert_here, small_k3
+from tests.download.small_model import REPOSITORY
+from tests.download.small_model import run_cli as run_download
+from tests.hub import HubServer
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
@@ -88,12 +91,6 @@ def test_on(tmp_path, source, kept):
     assert said.index("layer 1") < gone[0]
     assert gone[2] < said.index("layer 2") + 3
     assert [line for line in said if line.startswith("gave back")] == [f"gave back {shard}" for shard in SHARDS]
-
-
-def test_several_workers(tmp_path, source, kept, monkeypatch):
-    monkeypatch.undo()  # real processes
-    reclaim(source, tmp_path / "out", workers=2)
-    assert_finished(source, tmp_path / "out", kept)
 
 
 def test_off_and_dry_leave_the_source_alone(tmp_path, source, kept):
@@ -208,6 +205,27 @@ def test_damage_found_when_shards_are_gone(tmp_path, source, kept, lose, how):
         shutil.copy(kept.source / shard, source)
     summary, _ = reclaim(source, output)
     assert summary.n_jobs_done == 3  # layer 1, and the two that were left
+    assert_finished(source, output, kept)
+
+
+def test_the_command_that_gets_a_shard_back(tmp_path, kept):
+    """As the message gives it; what was given back beside it is not fetched again."""
+    source, output = tmp_path / "source", tmp_path / "out"
+    with HubServer() as hub:
+        hub.add(REPOSITORY, kept.source)
+        assert run_download(hub, tmp_path / "home", REPOSITORY, source).returncode == 0
+        reclaim(source, output, layers=frozenset({0, 1, 2}))
+        assert shards_here(source) == {SHARDS[3]}
+        flip(output / "experts-L2.bin")
+        with pytest.raises(BuildError) as caught:
+            reclaim(source, output)
+        (line,) = str(caught.value).splitlines()
+        command = line.split("`")[1]
+        assert command.startswith(f"python -m download {REPOSITORY} {source} --revision ")
+        done = run_download(hub, tmp_path / "home", *command.split()[3:])
+        assert done.returncode == 0, done.stderr
+        assert shards_here(source) == {SHARDS[2], SHARDS[3]}
+    reclaim(source, output)
     assert_finished(source, output, kept)
 
 

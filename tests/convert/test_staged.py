@@ -28,7 +28,7 @@ from download.folder import SourceFolder
 from download.ledger import Ledger
 from download.options import DownloadOptions
 from download.part import Part as PartFile
-from download.staging import STAYS_FREE_BYTES
+from download.staging import STAYS_FREE_BYTES, Staging
 from tests.checkpoints import checkpoint_tensors, write_checkpoint
 from tests.checkpoints.folder import shard_names, write_index, write_side_files
 from tests.convert.small import (
@@ -154,6 +154,17 @@ def test_layers_that_are_done_ask_for_nothing(tmp_path, hub):
     assert [one.name for one in hub.requests if one.name.endswith(".safetensors")] == []
 
 
+def test_a_finished_layer_that_does_not_hold_is_fetched_again(tmp_path, hub):
+    stream_here(tmp_path / "staging", tmp_path / "out", layers=frozenset({3}))
+    bank = tmp_path / "out" / "experts-L3.bin"
+    sound = bank.read_bytes()
+    bank.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    summary, log = stream_here(tmp_path / "staging", tmp_path / "out", layers=frozenset({3}))
+    assert "does not match its checksum; converting it again" in log
+    assert (summary.n_jobs_done, times_fetched(hub)) == (1, {shard(3): 2})
+    assert bank.read_bytes() == sound
+
+
 def test_a_finished_container_asks_for_no_shard(tmp_path, hub, six):
     stream_here(tmp_path / "staging", tmp_path / "out")
     hub.clear()
@@ -164,10 +175,11 @@ def test_a_finished_container_asks_for_no_shard(tmp_path, hub, six):
 
 
 def test_another_container_of_the_same_staging_folder(tmp_path, hub, six):
-    stream_here(tmp_path / "staging", tmp_path / "out")
-    stream_here(tmp_path / "staging", tmp_path / "second")
-    assert_same(tmp_path / "second", six.files)
-    assert times_fetched(hub) == dict.fromkeys(shard_sizes(six.source), 2)
+    for name in ("out", "second"):
+        stream_here(tmp_path / "staging", tmp_path / name, layers=frozenset({3}))
+        assert (tmp_path / name / "experts-L3.bin").read_bytes() == six.files["experts-L3.bin"]
+    assert times_fetched(hub) == {shard(3): 2}
+    assert shard_sizes(tmp_path / "staging") == {}
 
 
 def test_a_repository_of_one_file(tmp_path, hub):
@@ -402,6 +414,26 @@ def test_killed_between_the_shard_and_its_proof(tmp_path, monkeypatch, hub, six)
     assert most.n_bytes <= two_largest(six.source)
 
 
+def test_killed_before_a_shard_goes(tmp_path, monkeypatch, hub, six):
+    """Its layers were finished: the next run deletes it first of all, and never asks for it."""
+    staging = tmp_path / "staging"
+    only_last = frozenset({3})
+
+    def killed(self: Staging, name: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "give_back", killed)
+        with pytest.raises(KeyboardInterrupt):
+            stream_here(staging, tmp_path / "out", layers=only_last)
+    assert list(shard_sizes(staging)) == [shard(3)]
+    hub.clear()
+    _, log = stream_here(staging, tmp_path / "out", layers=only_last)
+    assert shard_sizes(staging) == {}
+    assert f"gave back {shard(3)}: " in log
+    assert whole_requests(hub) == []
+
+
 def test_a_damaged_shard_makes_room_for_the_right_one(tmp_path, monkeypatch, hub, six):
     staging = tmp_path / "staging"
     stream_here(staging, tmp_path / "out", layers=frozenset({0}))
@@ -494,18 +526,20 @@ def test_little_is_left_on_the_disk(tmp_path, monkeypatch, hub):
     assert message.endswith("run the same command to continue")
 
 
-def test_a_worker_that_fails_ends_the_fetching(tmp_path, monkeypatch, hub):
+def test_a_worker_that_fails_ends_the_fetching(tmp_path, monkeypatch, hub, six):
+    """Also of threads that wait for room, since the first layers' shard does not fit beside the last three."""
+    staging = tmp_path / "staging"
+
     def fail(job: Any, progress: Any) -> None:
+        deadline = time.monotonic() + 10
+        while len(shard_sizes(staging)) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         raise BuildError("the third layer")
 
-    def slow_shards(part: Part, name: str) -> None:
-        if (tmp_path / "out").exists():  # the headers are read
-            hub.set_rate(200_000)
-
-    hub.on_request = slow_shards
     monkeypatch.setattr(convert.run, "convert_job", fail)
     with pytest.raises(BuildError, match="the third layer"):
-        stream_here(tmp_path / "staging", tmp_path / "out")
+        stream_here(staging, tmp_path / "out", staging_bytes=two_largest(six.source))
     assert fetching_threads() == []
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from tests.convert.reclaiming import Consumers, reclaimed_lines, shards_here, sm
 from tests.convert.small import contents, differences, serial_work
 from tests.crash.durable import Durable
 from tests.crash.publish_points import MAX_STEPS, Steps, attempt, check_state, forked
+
+SHARD_NUMBER = re.compile(r"-\d+-of-\d+")
 
 
 class ReclaimSteps(Steps):
@@ -69,14 +72,17 @@ def chosen(seen: list[str], places: list[str], mode: str, which: str) -> list[in
     numbers = range(1, len(seen) + 1)
     if which == "all":
         return list(numbers)
-    wanted = [
-        place == "source" or label.startswith(("fsync new done-", "rename to done-"))
-        for label, place in zip(seen, places, strict=True)
-    ]
-    after = [False, *wanted[:-1]]  # the folder's sync after a rename
-    if mode == "full":  # removals need no room
-        wanted = [want and not label.startswith("unlink") for want, label in zip(wanted, seen, strict=True)]
-    return [number for number in numbers if wanted[number - 1] or after[number - 1]]
+    found, kinds, working = list[int](), set[str](), False
+    for number, label, place in zip(numbers, seen, places, strict=True):
+        kind = SHARD_NUMBER.sub("", label)
+        if place == "source" and (working or kind not in kinds):  # the first shard's header stands for the others'
+            found.append(number)
+        elif label.startswith("rename to done-"):
+            found += [number, number + 1]  # before the record, and before its name is synced
+            working = True
+        kinds.add(kind)
+    # removals need no room
+    return [number for number in found if mode == "kill" or not seen[number - 1].startswith("unlink")]
 
 
 class Points:

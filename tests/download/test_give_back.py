@@ -135,6 +135,15 @@ def link_to_a_linked_blob(folder: SourceFolder, tmp_path: Path) -> None:
     folder.file(SHARD).symlink_to(blobs / "linked")
 
 
+def test_a_folder_that_only_looks_like_the_cache(tmp_path):
+    """Whose blobs those are, nobody knows."""
+    folder = cached(tmp_path)
+    other = folder.folder.parent.rename(folder.folder.parent.with_name("checkouts")) / folder.folder.name
+    with pytest.raises(SourceError, match=f"{SHARD}: is a link to .*, which others may use"):
+        gone(SourceFolder(other), tmp_path / "out")
+    assert (other / SHARD).read_bytes() == DATA
+
+
 @pytest.mark.parametrize(
     "link",
     [

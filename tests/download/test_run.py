@@ -367,14 +367,35 @@ def test_a_staging_folder_is_left_alone(hub, folder):
     assert contents(folder) == {}
 
 
-def test_shards_given_back_are_fetched_with_a_word(hub, folder):
-    download_here(hub, folder)
+def given_back(folder):
+    """A shard that a conversion has deleted."""
     Ledger(SourceFolder(folder).ledger).say_reclaimed(Reclaimed(SHARDS[2], 50_002, "/somewhere/out"))
     (folder / SHARDS[2]).unlink()
-    _, said = download_here(hub, folder)
-    assert "note: 1 shard(s) were given back after their conversion into /somewhere/out: fetching again" in said
+
+
+def test_shards_given_back_are_fetched_only_when_named(hub, folder):
+    """`download && convert --reclaim on`, repeated after an interruption, must not begin anew."""
+    download_here(hub, folder)
+    given_back(folder)
+    hub.clear()
+    summary, _ = download_here(hub, folder)
+    assert (summary.given_back, summary.complete, summary.n_fetched) == ((SHARDS[2],), False, 0)
+    assert plan_download(options_for(hub, folder), io.StringIO()).to_json()["given_back"] == [SHARDS[2]]
+    assert served(hub) == []
+    download_here(hub, folder, include=(SHARDS[2],))
     assert contents(folder) == WANTED
     assert Ledger(SourceFolder(folder).ledger).reclaimed == {}
+
+
+def test_a_shard_given_back_that_has_changed_since_is_fetched(hub, folder):
+    """It is not what the conversion has read."""
+    repository = hub.add(REPOSITORY, model_files())
+    download_here(hub, folder)
+    given_back(folder)
+    changed = model_files() | {SHARDS[2]: bytes(50_002)}
+    repository.commit({SHARDS[2]: changed[SHARDS[2]]})
+    assert download_here(hub, folder)[0].given_back == ()
+    assert contents(folder) == changed
 
 
 def test_globs(hub, folder):

@@ -275,9 +275,11 @@ def test_a_redirect_with_an_endless_body_is_followed() -> None:
         while True:
             connection.sendall(bytes(1 << 16))
 
-    transfer = hasty()
+    transfer = hasty(Patience(connect_seconds=10, stall_seconds=10))
     with raw_server(endless, says(b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nabc")) as url:
+        start = time.monotonic()
         assert transfer.read_range(url, 0, None, "x") == b"abc"
+    assert time.monotonic() - start < 5
     transfer.close()
 
 
