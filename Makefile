@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/python -m tests.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
