@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from container.errors import MoedockError
-
-INTERRUPTED = 130
+from container.command import exit_code_of
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,21 +37,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
     arguments = build_parser().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a path may be no text, a terminal know less than Unicode
-            stream.reconfigure(errors="backslashreplace")
-    signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        return _run(arguments)
-    except MoedockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:  # a path that the system refuses, a closed pipe
-        print(f"error: {error}", file=sys.stderr)
-        return MoedockError.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; what was fetched is kept, run the same command to continue", file=sys.stderr)
-        return INTERRUPTED
+    return exit_code_of(
+        lambda: _run(arguments), "interrupted; what was fetched is kept, run the same command to continue"
+    )
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -86,10 +70,6 @@ def _run(arguments: argparse.Namespace) -> int:
     summary = run.download(options, sys.stderr)
     print(json.dumps(summary.to_json(), indent=1) if arguments.json else describe.summary_text(summary))
     return 0
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

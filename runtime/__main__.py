@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from container.command import exit_code_of
 from container.errors import MoedockError, UsageError
 
 if TYPE_CHECKING:
@@ -19,27 +19,15 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
     options = _parser().parse_args(argv)
+    return exit_code_of(lambda: _show(options))
+
+
+def _show(options: argparse.Namespace) -> int:
     try:
         result = _run(options)
-        text = json.dumps(result.json) if options.json else result.text
-        encoding = sys.stdout.encoding or "utf-8"  # the terminal may know less than Unicode
-        print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
-    except MoedockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of our output is gone; the interpreter must not try to flush into it on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except MemoryError:
-        print(f"error: {options.container}: not enough memory; its trunk is held in memory as stored", file=sys.stderr)
-        return 1
+        raise MoedockError(f"{options.container}: not enough memory; its trunk is held in memory as stored") from None
+    print(json.dumps(result.json) if options.json else result.text)
     return 0
 
 

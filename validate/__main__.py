@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from container.errors import MoedockError
+from container.command import exit_code_of
 from validate.render import report_text
 from validate.run import DEFAULT_TOLERANCE, DEFAULT_WINDOW, Options, validate
-
-INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -67,37 +64,24 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0 all holds, 1 it does not, 2 wrong usage, 130 interrupted."""
     arguments = build_parser().parse_args(argv)
-    try:
-        options = Options(
-            container=arguments.container,
-            source=arguments.source,
-            logits=arguments.logits,
-            tolerance=arguments.tolerance,
-            n_experts=arguments.experts,
-            ids=arguments.ids,
-            workers=arguments.workers,
-            text=arguments.text,
-            window=arguments.window,
-            max_tokens=arguments.max_tokens,
-        )
-        report = validate(options, sys.stderr)
-        text = json.dumps(report.to_json(), indent=1) if arguments.json else report_text(report)
-        # a file's name may hold bytes that are no text, and the terminal may know less than Unicode
-        encoding = sys.stdout.encoding or "utf-8"
-        print(text.encode(encoding, errors="backslashreplace").decode(encoding), flush=True)
-    except MoedockError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output is gone; the interpreter must not try to flush into it on its way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:  # of our own output: a full disk
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    return exit_code_of(lambda: _run(arguments))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    options = Options(
+        container=arguments.container,
+        source=arguments.source,
+        logits=arguments.logits,
+        tolerance=arguments.tolerance,
+        n_experts=arguments.experts,
+        ids=arguments.ids,
+        workers=arguments.workers,
+        text=arguments.text,
+        window=arguments.window,
+        max_tokens=arguments.max_tokens,
+    )
+    report = validate(options, sys.stderr)
+    print(json.dumps(report.to_json(), indent=1) if arguments.json else report_text(report))
     return 0 if report.ok else 1
 
 
