@@ -78,7 +78,7 @@ class StagedSupply:
         if least <= self._options.staging_bytes:
             return []
         return [
-            f"--staging-size {_gigabytes(self._options.staging_bytes)}: too small, {_gigabytes(least)} of shards must "
+            f"--staging-size {_decimal(self._options.staging_bytes)}: too small, {_decimal(least)} of shards must "
             f"be there at once for {job}; with room for one more shard, fetching and converting overlap"
         ]
 
@@ -94,7 +94,7 @@ class StagedSupply:
         return [
             f"{len(shards)} shards, {size(needs.n_bytes(shards))}, would come from {self.origin.repository} at "
             f"{str(self.origin.revision)[:12]}",
-            f"staging needs {_gigabytes(least)} at least, and may take {_gigabytes(self._options.staging_bytes)}",
+            f"staging needs {_decimal(least)} at least, and may take {_decimal(self._options.staging_bytes)}",
         ]
 
     def most_jobs(self, needs: Needs) -> int | None:
@@ -207,6 +207,7 @@ def _require_same(now: Origin, folder: SourceFolder) -> None:
         )
 
 
-def _gigabytes(n_bytes: int) -> str:
-    """Rounded up, so that the size that is said to be needed is enough."""
-    return f"{math.ceil(n_bytes / 1e6) / 1e3:g} GB"
+def _decimal(n_bytes: int) -> str:
+    """As --staging-size takes it: rounded up, so that the size that is said to be needed is enough."""
+    unit, scale = ("GB", 10**6) if n_bytes >= 10**9 else ("MB", 10**3)
+    return f"{math.ceil(n_bytes / scale) / 1e3:g} {unit}"

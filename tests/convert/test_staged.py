@@ -230,7 +230,7 @@ def test_a_dry_run(tmp_path, hub, six):
     assert list(tmp_path.iterdir()) == []
     assert (plan["problems"], plan["shards_absent"], plan["names_only"]) == ([], N_SHARDS, True)
     assert any(note.startswith(f"6 shards, 1.2 MiB, would come from {REPOSITORY_ID} at ") for note in plan["notes"])
-    assert any(note.startswith("staging needs 0.001 GB at least, and may take 60 GB") for note in plan["notes"])
+    assert any(note.startswith("staging needs 0.576 MB at least, and may take 60 GB") for note in plan["notes"])
     assert not [note for note in plan["notes"] if "in the checkpoint" in note]  # the small files were looked at
     assert not [one for one in hub.requests if one.name.endswith(".safetensors")]
 
@@ -245,7 +245,7 @@ def test_a_dry_run_of_one_file(tmp_path, hub):
 
 def test_a_dry_run_says_that_the_bound_is_too_small(tmp_path, hub):
     (problem,) = planned(tmp_path / "staging", tmp_path / "out", staging_bytes=1000)["problems"]
-    assert problem.startswith("--staging-size 0.001 GB: too small")
+    assert problem.startswith("--staging-size 0.001 MB: too small")
 
 
 def test_a_dry_run_looks_at_the_staging_folder(tmp_path, hub, six):
@@ -259,7 +259,7 @@ def test_the_bound_is_too_small(tmp_path, hub, six):
     """Said beforehand, with the least that would do; and that is enough."""
     least = max(shard_sizes(six.source).values())
     message = refused(tmp_path / "staging", tmp_path / "out", error=PreflightError, staging_bytes=least - 1)
-    assert "too small, 0.001 GB of shards must be there at once for L0" in message
+    assert "too small, 0.576 MB of shards must be there at once for L0" in message
     assert whole_requests(hub) == []
     stream_here(tmp_path / "staging", tmp_path / "out", staging_bytes=least)
     assert_same(tmp_path / "out", six.files)
