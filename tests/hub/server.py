@@ -79,7 +79,8 @@ class HubServer:
         self._signed = SignedUrls(uses=url_uses, seconds=url_seconds)
         self._changed = threading.Condition()
         self._n_active = 0
-        self._finished: list[Request] = []
+        self._n_begun = 0
+        self._finished: list[tuple[int, Request]] = []  # with their numbers
         self._n_seen: Counter[tuple[Part, str]] = Counter()
         self._n_part_seen: Counter[Part] = Counter()
         self._sent: Counter[str] = Counter()
@@ -160,10 +161,13 @@ class HubServer:
 
     @property
     def requests(self) -> list[Request]:
-        """Every finished request, in the order they ended. Waits up to 2 s for those in hand to end."""
+        """Every finished request, in the order they began. Waits up to 2 s for those in hand to end.
+
+        Not in the order they ended: a client has an answer before the thread that sent it comes to note it.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._n_active == 0, _SETTLE_SECONDS)
-            return list(self._finished)
+            return [one for _, one in sorted(self._finished, key=lambda numbered: numbered[0])]
 
     def of(self, name: str, part: Part | None = None) -> list[Request]:
         """The requests of one file (of one part)."""
@@ -192,11 +196,12 @@ class HubServer:
         filed: list[Request] = []
         with self._changed:
             self._n_active += 1
+            number = self._n_begun = self._n_begun + 1
         try:
             yield filed
         finally:
             with self._changed:
-                self._finished.extend(filed)
+                self._finished.extend((number, one) for one in filed)
                 self._n_active -= 1
                 self._changed.notify_all()
 
