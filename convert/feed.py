@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from convert.order import Needs
 from convert.supply import Supply
-
-
-@dataclass(frozen=True)
-class _Job:
-    number: int  # among the tasks of the pool
-    id: str
 
 
 class ShardFeed:
@@ -22,7 +15,8 @@ class ShardFeed:
         """`needs` of all unfinished jobs; `order`: ids of those of this run; `numbers`: their numbers in the pool."""
         self._supply = supply
         self._needs = needs
-        self._waiting = [_Job(numbers[job], job) for job in order]
+        self._numbers = numbers
+        self._waiting = list(order)
         self._ids = {number: job for job, number in numbers.items()}
         self._running: set[int] = set()
         self._unfinished = dict(needs.shards)
@@ -30,10 +24,10 @@ class ShardFeed:
     def take(self) -> int | None:
         """The first job whose shards are all here. Raises what ended the supply once nothing runs any more."""
         for job in self._waiting:
-            if all(map(self._supply.here, self._needs.shards[job.id])):
+            if all(map(self._supply.here, self._needs.shards[job])):
                 self._waiting.remove(job)
-                self._running.add(job.number)
-                return job.number
+                self._running.add(self._numbers[job])
+                return self._numbers[job]
         failure = self._supply.failure()
         if failure is not None and self._waiting and not self._running:
             raise failure

@@ -138,7 +138,7 @@ def work_through(
         view.close()
         if any(thread.is_alive() for thread in threads):
             stop.set()
-            _leave(threads)
+            leave(threads)
     if crew.halted is not None:
         raise crew.halted
     if stop.is_set():
@@ -146,7 +146,8 @@ def work_through(
     return crew.failures
 
 
-def _leave(threads: Sequence[threading.Thread]) -> None:
+def leave(threads: Sequence[threading.Thread]) -> None:
+    """Give stopped threads a moment to end."""
     end = time.monotonic() + LEAVE_SECONDS
     for thread in threads:
         if thread.is_alive():  # Ctrl-C may come before all are started

@@ -17,6 +17,7 @@ from container.fingerprint import file_fingerprint
 from container.machine import free_disk
 from container.progress import duration, size
 from container.shards import read_shard_header
+from download.crew import leave
 from download.give_back import give_back
 from download.listing import RemoteFile
 from download.mirror import Mirror
@@ -26,7 +27,6 @@ from download.transfer import Stopped, Transfer
 CONNECTIONS = 2
 # Stays free on the staging folder's disk, for others and for the ledger.
 STAYS_FREE_BYTES = 256 << 20
-LEAVE_SECONDS = 5.0
 SAY_SECONDS = 30.0
 
 
@@ -39,10 +39,9 @@ class Staging:
         self._most_bytes = most_bytes
         self._into = into
         self._files = {file.name: file for file in mirror.shards()}
-        self._here = {file.name for file in mirror.shards() if mirror.is_proved(file)}
-        self._held = self._here | {
-            file.name for file in mirror.shards() if mirror.part_bytes(file) or mirror.has_size(file)
-        }
+        files = self._files.values()
+        self._here = {file.name for file in files if mirror.is_proved(file)}
+        self._held = self._here | {file.name for file in files if mirror.part_bytes(file) or mirror.has_size(file)}
         self._order: deque[RemoteFile] = deque()
         self._change = threading.Condition()
         self._failure: Exception | None = None
@@ -121,9 +120,7 @@ class Staging:
         self._transfer.stop.set()
         with self._change:
             self._change.notify_all()
-        end = time.monotonic() + LEAVE_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        leave(self._threads)
 
     def _work(self) -> None:
         """Fetch the next shard whenever it fits, until none is left."""
