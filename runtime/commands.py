@@ -17,6 +17,7 @@ from container.layout import TrunkFormat
 from container.publish import publishing
 from container.reader import ContainerReader
 from runtime.engine import Engine
+from runtime.options import RunOptions
 from runtime.tokenizer import Tokenizer
 
 F32 = npt.NDArray[np.float32]
@@ -46,7 +47,7 @@ def evaluate(
     """
     if dump_logits is not None and not dump_logits.parent.is_dir():  # known before hours of work, not after
         raise MoedockError(f"{dump_logits}: logits cannot be written (there is no folder {dump_logits.parent})")
-    with Engine.open(folder, verify=verify) as engine:
+    with Engine.open(folder, RunOptions(verify=verify)) as engine:
         tokenizer = _tokenizer(folder, engine.vocab_size, needed=ids is None)
         if ids is None:
             assert tokenizer is not None, "a needed tokenizer is loaded or refused"

@@ -11,13 +11,16 @@ import numpy.typing as npt
 
 from container.errors import IntegrityError, MoedockError
 from container.layout import CODEBOOKS_NAME
+from container.machine import available_cores
 from container.manifest import FileEntry
 from container.reader import ContainerReader
 from runtime.gates import F32
 from runtime.models import Model, StepTrace, load_model
+from runtime.options import RunOptions
 from runtime.state import SequenceState
 from runtime.store import ExpertStore
-from runtime.weights import Trunk
+from runtime.team import Team
+from runtime.trunk import Trunk
 
 
 @dataclass(frozen=True)
@@ -34,29 +37,33 @@ class Evaluation:
 class Engine:
     """An opened model. Use as a context manager, or call `close`."""
 
-    def __init__(self, reader: ContainerReader, model: Model, store: ExpertStore) -> None:
+    def __init__(self, reader: ContainerReader, model: Model, store: ExpertStore, team: Team) -> None:
         self.reader = reader
         self.store = store
         self._model = model
+        self._team = team
 
     @classmethod
-    def open(cls, folder: Path, *, verify: bool = False) -> Engine:
+    def open(cls, folder: Path, options: RunOptions | None = None) -> Engine:
         """Open a container and read its trunk.
 
-        `verify` checks what the manifest and the records give checksums for: the codebooks and the tensors used
+        The option `verify` checks what the manifest and the records give checksums for: the codebooks and the tensors used
         now, each expert record when it is read. Raises FormatError when the container is not usable,
         IntegrityError when a checksum differs.
         """
+        options = options or RunOptions()
         reader = ContainerReader.open(folder)
+        team = Team(options.threads or available_cores())
         try:
-            if verify:
+            if options.verify:
                 _check_codebooks(reader)
-            store = ExpertStore(reader, verify=verify)
-            model = load_model(reader, Trunk(reader, verify=verify), store)
+            store = ExpertStore(reader, verify=options.verify)
+            model = load_model(reader, Trunk(reader, verify=options.verify), store)
         except BaseException:
+            team.close()
             reader.close()
             raise
-        return cls(reader, model, store)
+        return cls(reader, model, store, team)
 
     def __enter__(self) -> Engine:
         return self
@@ -65,7 +72,8 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Close the container's files."""
+        """End the threads and close the container's files."""
+        self._team.close()
         self.reader.close()
 
     @property

@@ -9,9 +9,10 @@ from container.layout import align_up
 from container.model import L2_NORM_EPS, KdaConfig, ModelConfig
 from runtime import gates, kernels
 from runtime.gates import F32
+from runtime.matrix import Matrix
 from runtime.models.mlp import RmsNorm
 from runtime.state import KdaState
-from runtime.weights import Matrix, Needs, Trunk, dimensions
+from runtime.trunk import Needs, Trunk, dimensions
 
 _A_LOG_MULTIPLE = 128  # K3 pads its vector of one number per head with zeros to a multiple of this
 _STREAMS = ("q", "k", "v")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from container.model import ModelConfig
 from container.reader import ContainerReader
 from runtime.gates import F32
+from runtime.matrix import Matrix
 from runtime.models.base import StepTrace
 from runtime.models.kda import DeltaAttention
 from runtime.models.mla import LatentAttention
@@ -18,7 +19,7 @@ from runtime.models.moe import SparseMlp
 from runtime.models.residuals import AttentionResiduals, MixedStream, PlainStream, Stream
 from runtime.state import KdaState, LatentCache, SequenceState
 from runtime.store import ExpertStore
-from runtime.weights import EmbeddingRows, Matrix, Needs, Trunk, dimensions
+from runtime.trunk import EmbeddingRows, Needs, Trunk, dimensions
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"

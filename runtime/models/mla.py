@@ -14,7 +14,7 @@ from runtime import gates, kernels
 from runtime.gates import F32
 from runtime.models.mlp import RmsNorm
 from runtime.state import LatentCache
-from runtime.weights import Needs, Trunk, dimensions
+from runtime.trunk import Needs, Trunk, dimensions
 
 
 class LatentAttention:

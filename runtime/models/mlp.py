@@ -9,7 +9,8 @@ import numpy as np
 from container.model import ModelConfig
 from runtime import gates
 from runtime.gates import F32
-from runtime.weights import Matrix, Needs, Trunk, dimensions
+from runtime.matrix import Matrix
+from runtime.trunk import Needs, Trunk, dimensions
 
 Activation = Callable[[F32, F32], F32]  # (gate, up) -> product
 

@@ -9,10 +9,11 @@ from container.model import ModelConfig, MoeConfig
 from container.reader import ContainerReader
 from runtime import experts, gates
 from runtime.gates import F32
+from runtime.matrix import Matrix
 from runtime.models.base import StepTrace
 from runtime.models.mlp import GatedMlp, RmsNorm, activation
 from runtime.store import ExpertStore
-from runtime.weights import Matrix, Needs, Trunk, dimensions
+from runtime.trunk import Needs, Trunk, dimensions
 
 _RENORM_TOLERANCE = np.float32(1e-20)  # docs/MODELS.md 3.5
 Ids = npt.NDArray[np.int64]

@@ -6,7 +6,7 @@ from container.reader import ContainerReader
 from runtime.models.base import Model
 from runtime.models.kimi import KimiModel
 from runtime.store import ExpertStore
-from runtime.weights import Trunk
+from runtime.trunk import Trunk
 
 
 def load_model(reader: ContainerReader, trunk: Trunk, store: ExpertStore) -> Model:

@@ -12,7 +12,7 @@ import numpy as np
 
 from container.model import ModelConfig
 from runtime.gates import F32
-from runtime.weights import Needs, Trunk, dimensions
+from runtime.trunk import Needs, Trunk, dimensions
 
 
 class Stream(Protocol):

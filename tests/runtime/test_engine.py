@@ -15,6 +15,7 @@ from container.layout import EXPERT_QUANTS, VQ2R, VQ3R, ExpertFormat, ExpertQuan
 from container.reader import ContainerReader
 from runtime.engine import Engine
 from runtime.models import StepTrace
+from runtime.options import RunOptions
 from tests.containers import build_container, k3_config, kimi_linear_config
 from tests.runtime.oracle import Oracle
 
@@ -27,7 +28,7 @@ def relative_error(found: Any, expected: Any) -> float:
 
 
 def assert_like_the_oracle(folder: Path, ids: list[int]) -> None:
-    with Engine.open(folder, verify=True) as engine:
+    with Engine.open(folder, RunOptions(verify=True)) as engine:
         evaluation = engine.evaluate(ids, trace=True)
     oracle = Oracle(folder)
     logits, layers = oracle.logits(ids)

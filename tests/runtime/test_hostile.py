@@ -18,6 +18,7 @@ from container.layout import EXPERT_HEADER
 from container.reader import ContainerReader
 from runtime.__main__ import main
 from runtime.engine import Engine
+from runtime.options import RunOptions
 from tests.containers import build_container, k3_config, kimi_linear_config
 
 EVERY_EXPERT = {"num_hidden_layers": 2, "num_experts": 2, "num_experts_per_token": 2}
@@ -49,7 +50,7 @@ def edit_manifest(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def evaluate(folder: Path, *, verify: bool = False) -> None:
-    with Engine.open(folder, verify=verify) as engine:
+    with Engine.open(folder, RunOptions(verify=verify)) as engine:
         engine.evaluate([1, 2])
 
 

@@ -14,7 +14,7 @@ from container.model import KINDS
 from container.records import ExpertRecord
 from container.trunk import pack_rows, unpack_rows
 from runtime import experts, gates, kernels
-from runtime.weights import Matrix
+from runtime.matrix import Matrix
 from tests.runtime.oracle import F64, causal_softmax, delta_rule, dense_expert_matrix, rms, sigmoid, situ
 from tests.strategies import quants
 

@@ -10,7 +10,7 @@ import pytest
 from container.layout import TrunkFormat
 from container.reader import ContainerReader
 from container.trunk import unpack_rows
-from runtime.weights import Trunk
+from runtime.trunk import Trunk
 from tests.containers import build_container, kimi_linear_config
 
 
