@@ -47,8 +47,8 @@ class Engine:
     def open(cls, folder: Path, options: RunOptions | None = None) -> Engine:
         """Open a container and read its trunk.
 
-        The option `verify` checks what the manifest and the records give checksums for: the codebooks and the tensors used
-        now, each expert record when it is read. Raises FormatError when the container is not usable,
+        The option `verify` checks what the manifest and the records give checksums for: the codebooks and the tensors
+        used now, each expert record when it is read. Raises FormatError when the container is not usable,
         IntegrityError when a checksum differs.
         """
         options = options or RunOptions()

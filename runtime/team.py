@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 
 Part = Callable[[int, int], None]  # (start, stop): items start to stop - 1
 
@@ -26,9 +27,9 @@ class Team:
         return len(self._members) + 1
 
     def run(self, work: Part, n_items: int) -> None:
-        """Call `work` on parts that cover 0 to n_items once, and return when all are done. Raises what a part raises."""
+        """Call `work` on parts that cover 0 to n_items once; return when all are done. Raises what a part raises."""
         cuts = [n_items * n // self.n_threads for n in range(self.n_threads + 1)]
-        parts = [(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False) if start < stop]
+        parts = [(start, stop) for start, stop in pairwise(cuts) if start < stop]
         busy = list(zip(self._members, parts[1:], strict=False))
         for member, part in busy:
             member.start(work, part)
