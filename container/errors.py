@@ -16,6 +16,7 @@
     ├── BuildError               the output folder cannot be (or could not be) built in
     │   ├── MismatchError        the folder belongs to a run with other options, seed or source
     │   └── WorkerError          a worker process died
+    ├── SessionError             a session file cannot be used
     └── CheckError               a comparison could not be carried out
 
 A message names the file and the tensor, layer or expert, what was expected and what was found, and what
@@ -110,6 +111,10 @@ class MismatchError(BuildError):
 
 class WorkerError(BuildError):
     """A worker process died or failed."""
+
+
+class SessionError(MoedockError):
+    """A session file cannot be used."""
 
 
 class CheckError(MoedockError):

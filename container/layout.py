@@ -29,6 +29,7 @@ BUILD_FOLDER = ".build"  # holds what is not yet part of the container
 
 EXPERT_MAGIC = 0x50584557  # "WEXP"
 CODEBOOK_MAGIC = 0x4B424357  # "WCBK"
+USAGE_MAGIC = 0x47535557  # "WUSG"
 
 # A record starts and ends on a page, so that one aligned read without the page cache fetches it whole.
 ALIGNMENT = 4096
@@ -38,6 +39,11 @@ EXPERT_HEADER = Struct("<IHHBBHHHIIIIIIII")
 # magic, id, fmt, vec_dim, entries, reserved
 CODEBOOK_HEADER = Struct("<IHBBII")
 CODEBOOK_FMT = 4
+# magic, version, tokens counted
+USAGE_HEADER = Struct("<IIQ")
+# layer, expert, hits, last seen, next-layer top
+USAGE_ENTRY = Struct("<HHIII")
+USAGE_VERSION = 1
 
 VEC_DIM = 8  # weights per vector
 TILE_ROWS = 64  # rows per index tile

@@ -6,10 +6,41 @@ import os
 import resource
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+MEMORY = Path("/proc/meminfo")
+_NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryFigures:
+    """What is known about this machine's memory, in bytes; None where the system does not say."""
+
+    physical_bytes: int | None
+    limit_bytes: int | None  # the least limit of the control groups above this process
+    available_bytes: int | None  # what can still be used: the kernel's estimate, lowered by what the groups leave
+    swap_used_bytes: int
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What this process could ever have: the machine's memory or the limit, whichever is less."""
+        known = [value for value in (self.physical_bytes, self.limit_bytes) if value is not None]
+        return min(known) if known else None
+
+
+def memory_figures() -> MemoryFigures:
+    """Memory of this machine and what control groups, version 1 or 2 and at any level, leave of it."""
+    limits = [_cgroup_limit(folder) for folder in cgroup_folders(CGROUP, OWN_CGROUP)]
+    swap = [_kernel_bytes(MEMORY, key) for key in ("SwapTotal", "SwapFree")]
+    return MemoryFigures(
+        physical_bytes=_physical_memory(),
+        limit_bytes=min((limit for limit in limits if limit is not None), default=None),
+        available_bytes=available_memory(),
+        swap_used_bytes=(swap[0] or 0) - (swap[1] or 0),
+    )
 
 
 def available_cores() -> int:
@@ -22,7 +53,7 @@ def available_cores() -> int:
 
 def available_memory() -> int | None:
     """Bytes that can still be used: the kernel's estimate, lowered by cgroup limits. None where unknown."""
-    candidates = [_kernel_bytes(Path("/proc/meminfo"), "MemAvailable")]
+    candidates = [_kernel_bytes(MEMORY, "MemAvailable")]
     candidates += [_cgroup_memory(folder) for folder in cgroup_folders(CGROUP, OWN_CGROUP)]
     known = [value for value in candidates if value is not None]
     return min(known) if known else None
@@ -84,15 +115,31 @@ def _cgroup_cores(folder: Path) -> float | None:
 
 def _cgroup_memory(folder: Path) -> int | None:
     """Limit minus what is used, page cache not counted as used: the kernel gives it back."""
-    for limit_name, used_name, cache_key in (
-        ("memory.max", "memory.current", "file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
-    ):
-        limit, used = _words(folder / limit_name), _words(folder / used_name)
-        if limit and used and limit[0] != "max":
+    limit = _cgroup_limit(folder)
+    for used_name, cache_key in (("memory.current", "file"), ("memory.usage_in_bytes", "total_cache")):
+        used = _words(folder / used_name)
+        if limit is not None and used:
             stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
-            return max(0, int(limit[0]) - int(used[0]) + int(stat.get(cache_key, 0)))
+            return max(0, limit - int(used[0]) + int(stat.get(cache_key, 0)))
     return None
+
+
+def _cgroup_limit(folder: Path) -> int | None:
+    """The memory limit of one group, v2 or v1; v1 spells "none" as a number near 2⁶³."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        limit = _words(folder / name)
+        if limit and limit[0] != "max":
+            return int(limit[0]) if int(limit[0]) < _NO_LIMIT else None
+    return None
+
+
+def _physical_memory() -> int | None:
+    """Bytes of memory of the machine, as any Unix says it."""
+    try:
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    return pages * page_bytes if pages > 0 and page_bytes > 0 else None
 
 
 def _kernel_bytes(path: Path, key: str) -> int | None:

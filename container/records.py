@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +40,12 @@ class RecordLayout:
     quant: ExpertQuant
     shapes: Mapping[str, tuple[int, int]]  # kind -> (rows, cols)
 
-    @property
+    @cached_property
     def index_bytes(self) -> dict[str, int]:
         """Bytes of each kind's indices."""
         return {kind: index_bytes(self.shapes[kind], self.quant) for kind in KINDS}
 
-    @property
+    @cached_property
     def index_offsets(self) -> dict[str, int]:
         """Start of each kind's indices."""
         offsets, position = {}, EXPERT_HEADER.size
@@ -53,17 +54,17 @@ class RecordLayout:
             position += n_bytes
         return offsets
 
-    @property
+    @cached_property
     def scales_offset(self) -> int:
         """Start of the channel scales: gate, then up, then down."""
         return EXPERT_HEADER.size + sum(self.index_bytes.values())
 
-    @property
+    @cached_property
     def scales_bytes(self) -> int:
         """Bytes of all channel scales, f16."""
         return 2 * sum(self.shapes[kind][0] for kind in KINDS)
 
-    @property
+    @cached_property
     def stride_bytes(self) -> int:
         """Length of a record, padding included."""
         return align_up(self.scales_offset + self.scales_bytes, ALIGNMENT)

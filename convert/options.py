@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from container.byte_size import parse_bytes
 from container.errors import UsageError, shown
 from container.layout import VQ3R, ExpertQuant
 from container.model import MAX_LAYERS
@@ -91,12 +92,8 @@ def parse_remote(text: str) -> Remote | None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size like 60GB (10⁹), 500MB or 55GiB (2³⁰). Raises UsageError."""
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE | re.ASCII)
-    if not found or (found[3] and not found[2]):
-        raise UsageError(f"--staging-size must be a size like 60GB, found {shown(text)}")
-    power = " KMGT".index(found[2].upper() or " ")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    """Bytes of the size of a staging folder. Raises UsageError."""
+    return parse_bytes(text, "--staging-size")
 
 
 def parse_layers(text: str) -> frozenset[int]:

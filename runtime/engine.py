@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +12,16 @@ import numpy.typing as npt
 
 from container.errors import IntegrityError, MoedockError
 from container.layout import CODEBOOKS_NAME
-from container.machine import available_cores
+from container.machine import available_cores, memory_figures
 from container.manifest import FileEntry
 from container.reader import ContainerReader
+from runtime.budget import choose_budget
+from runtime.direct import DirectFiles, Notice
 from runtime.gates import F32
-from runtime.models import Model, StepTrace, load_model
+from runtime.memory import MemoryPlan, plan_memory
+from runtime.models import Model, Recall, StepTrace, load_model, require_tensors
 from runtime.options import RunOptions
+from runtime.resident import Progress
 from runtime.state import SequenceState
 from runtime.store import ExpertStore
 from runtime.team import Team
@@ -37,33 +42,81 @@ class Evaluation:
 class Engine:
     """An opened model. Use as a context manager, or call `close`."""
 
-    def __init__(self, reader: ContainerReader, model: Model, store: ExpertStore, team: Team) -> None:
+    def __init__(
+        self,
+        reader: ContainerReader,
+        model: Model,
+        store: ExpertStore,
+        team: Team,
+        files: DirectFiles,
+        plan: MemoryPlan,
+        budget_bytes: int,
+        options: RunOptions,
+    ) -> None:
         self.reader = reader
         self.store = store
+        self.plan = plan
+        self.budget_bytes = budget_bytes  # of all memory of the process
+        self.chunk = options.chunk  # tokens that are taken at once
+        self.context = options.context  # tokens that a new state has room for
         self._model = model
         self._team = team
+        self._files = files
 
     @classmethod
-    def open(cls, folder: Path, options: RunOptions | None = None) -> Engine:
-        """Open a container and read its trunk.
+    def open(
+        cls,
+        folder: Path,
+        options: RunOptions | None = None,
+        *,
+        notice: Notice = lambda line: None,
+        progress: Progress | None = None,
+    ) -> Engine:
+        """Open a container within the budget and read its trunk.
 
         The option `verify` checks what the manifest and the records give checksums for: the codebooks and the tensors
-        used now, each expert record when it is read. Raises FormatError when the container is not usable,
-        IntegrityError when a checksum differs.
+        used now, each expert record when it is read. `notice` is given lines that a person should see, `progress` how
+        much of the trunk is read. Raises FormatError when the container is not usable, IntegrityError when a checksum
+        differs, MoedockError when the memory does not suffice.
         """
         options = options or RunOptions()
-        reader = ContainerReader.open(folder)
-        team = Team(options.threads or available_cores())
-        try:
+        with ExitStack() as opened:
+            reader = opened.enter_context(ContainerReader.open(folder))
+            n_threads = options.threads or available_cores()
+            plan = plan_memory(reader.manifest, reader.model, options, n_threads=n_threads)
+            budget = choose_budget(plan, memory_figures(), options.budget_bytes)
+            if budget.warning is not None:
+                notice(budget.warning)
+            team = Team(n_threads)
+            opened.callback(team.close)
+            files = opened.enter_context(DirectFiles(folder, notice))
             if options.verify:
                 _check_codebooks(reader)
-            store = ExpertStore(reader, verify=options.verify)
-            model = load_model(reader, Trunk(reader, verify=options.verify), store)
-        except BaseException:
-            team.close()
-            reader.close()
-            raise
-        return cls(reader, model, store, team)
+            trunk = Trunk(reader, files, team=team, n_threads=options.readers, verify=options.verify)
+            require_tensors(reader, trunk)  # a container that lacks some need not be read first
+            trunk.load(progress)
+            store = ExpertStore(
+                reader,
+                cache_bytes=plan.cache_bytes(budget.n_bytes),
+                n_readers=options.readers,
+                verify=options.verify,
+                learn=options.learn,
+                files=files,
+                notice=notice,
+            )
+            opened.callback(store.close)
+            model = load_model(reader, trunk, store, team, lookahead=options.lookahead)
+            opened.pop_all()
+        return cls(
+            reader,
+            model,
+            store=store,
+            team=team,
+            files=files,
+            plan=plan,
+            budget_bytes=budget.n_bytes,
+            options=options,
+        )
 
     def __enter__(self) -> Engine:
         return self
@@ -73,7 +126,9 @@ class Engine:
 
     def close(self) -> None:
         """End the threads and close the container's files."""
+        self.store.close()
         self._team.close()
+        self._files.close()
         self.reader.close()
 
     @property
@@ -81,41 +136,56 @@ class Engine:
         """Number of token ids, and of logits."""
         return self._model.vocab_size
 
+    @property
+    def recall(self) -> Recall:
+        """How good the lookahead's guesses were."""
+        return self._model.recall
+
     def new_state(self) -> SequenceState:
         """The state of a sequence before its first token."""
-        return self._model.new_state()
+        return self._model.new_state(self.context)
 
     def step(self, state: SequenceState, token_id: int, *, trace: StepTrace | None = None) -> F32:
         """Take one token and return the logits [vocabulary] of the next; `state` moves on, `trace` is filled.
 
-        Raises MoedockError for an id outside the vocabulary, FormatError or IntegrityError for a bad record;
-        after an error `state` must not be used again.
+        Raises MoedockError for an id outside the vocabulary and where the context is used up, FormatError or
+        IntegrityError for a bad record; after an error of these two `state` must not be used again.
         """
-        self._check_ids([token_id])
+        self._check(state, [token_id])
         with np.errstate(all="ignore"):  # damaged weights may be NaN or infinite: then so are the logits
-            return self._model.logits(self._model.advance(state, token_id, trace))
+            logits: F32 = self._model.logits(self._model.advance(state, [token_id], trace))[0]
+        return logits
+
+    def feed(self, state: SequenceState, ids: Sequence[int]) -> F32:
+        """Take T ≥ 1 tokens and return the logits [vocabulary] of the next. Raises what `step` raises."""
+        logits: F32 = self.evaluate(ids, state=state, last_only=True).logits[-1]
+        return logits
 
     def evaluate(
         self, ids: Sequence[int], *, state: SequenceState | None = None, trace: bool = False, last_only: bool = False
     ) -> Evaluation:
-        """Take T tokens, from `state` on or from the beginning. Raises what `step` raises, ids being checked first.
+        """Take T tokens, from `state` on or from the beginning. Raises what `step` raises, before anything is computed.
 
         `last_only` leaves out the logits of all positions but the last: [1, vocabulary].
         """
-        self._check_ids(ids)
         state = self.new_state() if state is None else state
+        self._check(state, ids)
         logits = np.empty((min(1, len(ids)) if last_only else len(ids), self.vocab_size), dtype=np.float32)
         first = len(ids) - len(logits)
         traces = []
         with np.errstate(all="ignore"):  # damaged weights may be NaN or infinite: then so are the logits
-            for position, token_id in enumerate(ids):
+            for start in range(0, len(ids), self.chunk):
+                part = ids[start : start + self.chunk]
                 traces.append(StepTrace() if trace else None)
-                hidden = self._model.advance(state, token_id, traces[-1])
-                if position >= first:
-                    logits[position - first] = self._model.logits(hidden)
-        return _evaluation(logits, [step for step in traces if step is not None])
+                hidden = self._model.advance(state, part, traces[-1])
+                asked = hidden[max(0, first - start) :]
+                if len(asked):
+                    stop = start + len(part) - first
+                    logits[stop - len(asked) : stop] = self._model.logits(asked)
+        return _evaluation(logits, [each for each in traces if each is not None])
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    def _check(self, state: SequenceState, ids: Sequence[int]) -> None:
+        state.check_room(len(ids))
         for token_id in ids:
             if not 0 <= token_id < self.vocab_size:
                 raise MoedockError(
@@ -139,6 +209,6 @@ def _check_codebooks(reader: ContainerReader) -> None:
 def _evaluation(logits: F32, traces: list[StepTrace]) -> Evaluation:
     if not traces:
         return Evaluation(logits)
-    layers = [np.stack(values) for values in zip(*(step.layers for step in traces), strict=True)]
-    routing = {layer: np.stack([step.routing[layer] for step in traces]) for layer in traces[0].routing}
+    layers = [np.concatenate(values) for values in zip(*(each.layers for each in traces), strict=True)]
+    routing = {layer: np.concatenate([each.routing[layer] for each in traces]) for layer in traces[0].routing}
     return Evaluation(logits, layers, routing)

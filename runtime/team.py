@@ -1,16 +1,25 @@
-"""Threads that compute: one piece of work cut into contiguous parts, one per thread, the caller being one of them.
+"""Threads that compute: one piece of work cut into contiguous parts, which the caller and the members take in turn.
 
 A part never reads what another writes, and what an item's result is does not depend on where the cuts are; so the
-number of threads decides how long work takes, never what comes out.
+number of threads decides how long work takes, never what comes out. Members sleep between two pieces of work. The
+caller waits for parts that are being worked on, never for a member that has not woken yet: short work, or work on
+a busy machine, is then done by the caller alone.
+
+Hand-overs are single calls that the interpreter's lock makes atomic (`next` of a counter, a lock's `release`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from itertools import pairwise
+from functools import lru_cache
+from itertools import count, pairwise
+
+import numpy as np
 
 Part = Callable[[int, int], None]  # (start, stop): items start to stop - 1
+
+_LARGE_PARTS_SHARE = 0.75
 
 
 class Team:
@@ -26,21 +35,20 @@ class Team:
         """Threads that take part, the caller included."""
         return len(self._members) + 1
 
-    def run(self, work: Part, n_items: int) -> None:
-        """Call `work` on parts that cover 0 to n_items once; return when all are done. Raises what a part raises."""
-        cuts = [n_items * n // self.n_threads for n in range(self.n_threads + 1)]
-        parts = [(start, stop) for start, stop in pairwise(cuts) if start < stop]
-        busy = list(zip(self._members, parts[1:], strict=False))
-        for member, part in busy:
-            member.start(work, part)
-        try:
-            if parts:
-                work(*parts[0])
-        finally:
-            errors = [member.wait() for member, _ in busy]
-        for error in errors:
-            if error is not None:
-                raise error
+    def run(self, work: Part, n_items: int, *, least: int = 1) -> None:
+        """Call `work` on parts that cover 0 to n_items once; return when all are done. Raises what a part raises.
+
+        Work of fewer than `2 * least` items is not shared: waking a member would take longer.
+        """
+        if n_items < 2 * least or not self._members:
+            if n_items:
+                work(0, n_items)
+            return
+        job = _Job(work, _parts(n_items, min(self.n_threads, n_items // least)))
+        for member in self._members:
+            member.wake(job)
+        job.take_parts()
+        job.wait()
 
     def close(self) -> None:
         """End the threads."""
@@ -49,37 +57,69 @@ class Team:
         self._members = []
 
 
+@lru_cache(maxsize=1024)
+def _parts(n_items: int, n_threads: int) -> list[tuple[int, int]]:
+    """(start, stop) of one large part for each thread and one small, so that none waits long for another at the end."""
+    large = [_LARGE_PARTS_SHARE * n / n_threads for n in range(n_threads)]
+    small = [_LARGE_PARTS_SHARE + (1 - _LARGE_PARTS_SHARE) * n / n_threads for n in range(n_threads + 1)]
+    cuts = [round(n_items * share) for share in large + small]
+    return [(start, stop) for start, stop in pairwise(cuts) if start < stop]
+
+
+class _Job:
+    """One piece of work, and which of its parts are taken and done."""
+
+    def __init__(self, work: Part, parts: list[tuple[int, int]]) -> None:
+        self._work, self._parts = work, parts
+        self._taken, self._done = count(), count(1)
+        self._errors: list[BaseException] = []
+        self._all_done = threading.Lock()
+        self._all_done.acquire()
+
+    def take_parts(self) -> None:
+        """Work on parts until none is left to take."""
+        parts = self._parts
+        while (n := next(self._taken)) < len(parts):
+            try:
+                self._work(*parts[n])
+            except BaseException as error:
+                self._errors.append(error)
+            if next(self._done) == len(parts):
+                self._all_done.release()
+
+    def wait(self) -> None:
+        """Return when all parts are done. Raises what one of them raised."""
+        self._all_done.acquire()
+        if self._errors:
+            raise self._errors[0]
+
+
 class _Member:
-    """One thread that waits for parts."""
+    """One thread that helps with the newest job."""
 
     def __init__(self) -> None:
-        self._work: Part | None = None
-        self._part = (0, 0)
-        self._error: BaseException | None = None
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
+        self._job: _Job | None = None
+        self._go = threading.Lock()  # locked: nothing to wake up for
+        self._go.acquire()
         self._thread = threading.Thread(target=self._loop, name="moedock-compute", daemon=True)
         self._thread.start()
 
-    def start(self, work: Part, part: tuple[int, int]) -> None:
-        self._work, self._part, self._error = work, part, None
-        self._go.release()
-
-    def wait(self) -> BaseException | None:
-        self._done.acquire()
-        return self._error
+    def wake(self, job: _Job | None) -> None:
+        """Help with `job`, or end where it is None."""
+        self._job = job
+        if self._go.locked():  # otherwise it is about to wake up anyway
+            self._go.release()
 
     def end(self) -> None:
-        self._work = None
-        self._go.release()
+        """End the thread."""
+        self.wake(None)
         self._thread.join()
 
     def _loop(self) -> None:
-        while True:
-            self._go.acquire()
-            if self._work is None:
-                return
-            try:
-                self._work(*self._part)
-            except BaseException as error:
-                self._error = error
-            self._done.release()
+        with np.errstate(all="ignore"):  # a thread's own setting: damaged weights may be NaN or infinite
+            while True:
+                self._go.acquire()
+                job = self._job
+                if job is None:
+                    return
+                job.take_parts()

@@ -6,7 +6,9 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import tiktoken
@@ -36,17 +38,29 @@ _RUN_CHARACTERS = 25_000
 _RUN = re.compile(r"\s+|\S+")
 
 
+@dataclass(frozen=True)
+class Token:
+    """One token as a person may look at it; bytes that are no UTF-8 by themselves show as U+FFFD."""
+
+    id: int
+    text: str
+    special: bool
+
+
 class Tokenizer:
     """A byte-pair tokenizer; every id below `vocab_size` means something."""
 
-    def __init__(self, ranks: dict[bytes, int], specials: dict[int, str], vocab_size: int) -> None:
+    def __init__(self, ranks: dict[bytes, int], specials: Mapping[int, str], vocab_size: int) -> None:
         """`ranks` bytes → id; `specials` id → text for ids that have no rank, the others get a reserved name."""
         self.vocab_size = vocab_size
-        # Special tokens are only ever decoded, so the engine need not know them, and two may have one text.
-        self._unranked = {
-            token_id: specials.get(token_id, f"<|reserved_token_{token_id}|>").encode()
-            for token_id in set(range(vocab_size)) - set(ranks.values())
+        unranked = set(range(vocab_size)) - set(ranks.values())
+        self._special_text = {
+            token_id: specials.get(token_id, f"<|reserved_token_{token_id}|>") for token_id in sorted(unranked)
         }
+        # two may have one text: then it means the token that was given the name, not the one that is called so by rule
+        by_rule_first = sorted(self._special_text.items(), key=lambda item: item[0] in specials)
+        self._special_ids = {text: token_id for token_id, text in by_rule_first}
+        # The engine never sees a special token, so that no text can become one.
         self._encoding = tiktoken.Encoding("container", pat_str=PRE_TOKENISER, mergeable_ranks=ranks, special_tokens={})
 
     @classmethod
@@ -64,6 +78,22 @@ class Tokenizer:
         """Ids of plain text: the name of a special token in it is text like any other."""
         return [token_id for piece in _pieces(text) for token_id in self._encoding.encode_ordinary(piece)]
 
+    def encode_markup(self, text: str) -> list[int]:
+        """Ids of markup: names of special tokens become these tokens, what stands between them is encoded as text."""
+        ids: list[int] = []
+        for part in self._special_names.split(text):
+            special = self._special_ids.get(part)
+            ids += self.encode(part) if special is None else [special]
+        return ids
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token of that name, None where there is none."""
+        return self._special_ids.get(text)
+
+    def is_special(self, token_id: int) -> bool:
+        """True for an id that no text can have."""
+        return token_id in self._special_text
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, U+FFFD where the bytes are no UTF-8. Raises MoedockError for an id outside the vocabulary."""
         return b"".join(self.token_bytes(token_id) for token_id in ids).decode("utf-8", errors="replace")
@@ -72,8 +102,24 @@ class Tokenizer:
         """Bytes of one token. Raises MoedockError for an id outside the vocabulary."""
         if not 0 <= token_id < self.vocab_size:
             raise MoedockError(f"token id {token_id} is outside the vocabulary: 0 to {self.vocab_size - 1}")
-        special = self._unranked.get(token_id)
-        return self._encoding.decode_single_token_bytes(token_id) if special is None else special
+        special = self._special_text.get(token_id)
+        return self._encoding.decode_single_token_bytes(token_id) if special is None else special.encode()
+
+    @cached_property
+    def _special_names(self) -> re.Pattern[str]:
+        """Splits a text at the names of special tokens, which it keeps; where several fit, the longest is meant."""
+        names = sorted(self._special_ids, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, names))})" if names else r"(?!)")
+
+
+def tokenize(tokenizer: Tokenizer, text: str, *, markup: bool = False) -> list[Token]:
+    """The tokens of `text`; with `markup`, names of special tokens in it become these tokens."""
+    return detokenize(tokenizer, tokenizer.encode_markup(text) if markup else tokenizer.encode(text))
+
+
+def detokenize(tokenizer: Tokenizer, ids: Sequence[int]) -> list[Token]:
+    """Ids with their texts, one by one. Raises MoedockError for an id outside the vocabulary."""
+    return [Token(token_id, tokenizer.decode([token_id]), tokenizer.is_special(token_id)) for token_id in ids]
 
 
 def _pieces(text: str) -> Iterator[str]:

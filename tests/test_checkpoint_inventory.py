@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 from collections.abc import Callable
@@ -59,8 +60,14 @@ KIMI_LINEAR_DIMENSIONS: dict[str, Any] = {
 }
 
 
+@functools.cache
+def k3_table() -> list[TensorSpec]:
+    """Half a million tensors; made once."""
+    return tensor_table(k3_config(**K3_DIMENSIONS))
+
+
 def test_k3_inventory_has_the_released_size() -> None:
-    table = tensor_table(k3_config(**K3_DIMENSIONS))
+    table = k3_table()
     assert len(table) == len({spec.name for spec in table}) == 497_220
     assert sum(spec.n_bytes for spec in table) == 1_560_860_324_864
     per_layer = {
@@ -119,7 +126,7 @@ def test_k3_inventory_has_the_released_shapes() -> None:
         "vision_tower.encoder.blocks.26.mlp.fc0.weight": ((4096, 1024), "BF16"),
         "mm_projector.proj.2.weight": ((7168, 4096), "BF16"),
     }
-    table = _shapes(tensor_table(k3_config(**K3_DIMENSIONS)), "language_model.")
+    table = _shapes(k3_table(), "language_model.")
     assert {name: table[name] for name in expected} == expected
 
 

@@ -13,14 +13,23 @@ import pytest
 from container import layout
 from container.errors import FormatError
 from container.indices import pack_indices
-from container.layout import CODEBOOK_HEADER, EXPERT_HEADER, EXPERT_QUANTS, TrunkFormat, bank_name
+from container.layout import (
+    CODEBOOK_HEADER,
+    EXPERT_HEADER,
+    EXPERT_QUANTS,
+    USAGE_ENTRY,
+    USAGE_HEADER,
+    TrunkFormat,
+    bank_name,
+)
 from container.records import CodebookRecord, ExpertRecord, RecordLayout
 from container.trunk import trunk_size
-from tests.container.small import random_record, small_files
+from tests.container.small import small_files
+from tests.containers import random_record
 
 Row = dict[str, str]
 TEXT = (Path(__file__).parents[1] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
-TYPES = {"u8": "B", "u16": "H", "u32": "I"}
+TYPES = {"u8": "B", "u16": "H", "u32": "I", "u64": "Q"}
 
 
 def sections(text: str) -> dict[str, str]:
@@ -71,7 +80,8 @@ def struct_fields(definition: struct.Struct) -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize(
-    ("heading", "definition"), [("Expert record", EXPERT_HEADER), ("Codebook record", CODEBOOK_HEADER)]
+    ("heading", "definition"),
+    [("Expert record", EXPERT_HEADER), ("Codebook record", CODEBOOK_HEADER), ("usage.waste", USAGE_HEADER)],
 )
 def test_header_tables_are_the_structs(heading, definition):
     documented = [(int(row["offset"]), int(row["size"]), row["type"]) for row in table(heading)]
@@ -79,6 +89,12 @@ def test_header_tables_are_the_structs(heading, definition):
     header_bytes = re.search(r"header of (\d+) bytes", sections(TEXT)[heading])
     assert header_bytes
     assert int(header_bytes[1]) == definition.size
+
+
+def test_usage_entries_are_the_struct():
+    documented = [(int(row["offset"]), int(row["size"]), row["type"]) for row in table("usage.waste", 1)]
+    assert documented == struct_fields(USAGE_ENTRY)
+    assert f"entries of {USAGE_ENTRY.size} bytes" in sections(TEXT)["usage.waste"]
 
 
 def documented_fields(heading: str, record: bytes) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,16 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from runtime.gates import F32
+from runtime.models.recall import Recall
 from runtime.state import SequenceState
 
 
 @dataclass
 class StepTrace:
-    """What one token did on its way, for comparison with another implementation."""
+    """What T tokens that were taken at once did on their way, for comparison with another implementation."""
 
-    # residual stream after each layer, [hidden]; with attention residuals the prefix sum
+    # residual stream after each layer, [T, hidden]; with attention residuals the prefix sum
     layers: list[F32] = field(default_factory=list)
-    # layer -> ids of the chosen experts, ascending
+    # layer -> ids of the chosen experts, ascending: [T, k]
     routing: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
 
 
@@ -29,11 +31,18 @@ class Model(Protocol):
     def vocab_size(self) -> int:
         """Number of token ids, and of logits."""
 
-    def new_state(self) -> SequenceState:
-        """The state before the first token."""
+    @property
+    def recall(self) -> Recall:
+        """How good the guesses at the next layer's experts were so far."""
 
-    def advance(self, state: SequenceState, token_id: int, trace: StepTrace | None = None) -> F32:
-        """Take one token, which the caller has checked, and return what the head reads, [hidden]; `state` moves on."""
+    def new_state(self, capacity: int) -> SequenceState:
+        """The state before the first of at most `capacity` tokens."""
+
+    def advance(self, state: SequenceState, ids: Sequence[int], trace: StepTrace | None = None) -> F32:
+        """Take T ≥ 1 tokens at once, which the caller has checked; `state` moves on.
+
+        Returns what the head reads, [T, hidden]. Raises MoedockError where `state` has no room for T more tokens.
+        """
 
     def logits(self, hidden: F32) -> F32:
-        """Logits [vocab_size] of the next token from what `advance` returned."""
+        """Logits [T, vocab_size] of the tokens after those whose `advance` returned `hidden` [T, hidden]."""

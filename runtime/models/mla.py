@@ -1,29 +1,35 @@
-"""Latent attention without rotation for one token (docs/MODELS.md 3.3), with kv_b_proj absorbed.
+"""Latent attention without rotation (docs/MODELS.md 3.3), with kv_b_proj absorbed.
 
 The cache holds the latent, not keys and values: with W_k and W_v the two parts of a head's kv_b_proj,
 q · (W_k c) = (W_kᵀ q) · c and Σ a_t (W_v c_t) = W_v (Σ a_t c_t), so both products are taken once per token
-instead of once per cached position.
+instead of once per cached position. Many tokens are taken head by head, in tiles of queries and blocks of positions
+with a softmax that runs over the blocks: what that needs in memory does not grow with the context.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from container.model import LATENT_NORM_EPS, MlaConfig, ModelConfig
-from runtime import gates, kernels
+from runtime import attention_kernels, products, row_kernels
 from runtime.gates import F32
 from runtime.models.mlp import RmsNorm
+from runtime.scratch import BLOCK_POSITIONS, TILE_QUERIES
 from runtime.state import LatentCache
+from runtime.team import Team
 from runtime.trunk import Needs, Trunk, dimensions
 
 
 class LatentAttention:
     """One latent-attention layer."""
 
-    def __init__(self, trunk: Trunk, at: str, config: ModelConfig) -> None:
+    def __init__(self, trunk: Trunk, at: str, config: ModelConfig, team: Team) -> None:
         """Read the tensors that `needs` lists."""
         mla = config.mla
         self._config = mla
+        self._team = team
         if mla.q_lora_rank is None:
             self._query_norm = None
             self._query = trunk.matrix(f"{at}q_proj.weight")
@@ -53,28 +59,67 @@ class LatentAttention:
         return dimensions({f"{at}{name}.weight": shape for name, shape in shapes.items()})
 
     def __call__(self, x: F32, cache: LatentCache) -> F32:
-        """x [hidden] → [hidden]; the token joins `cache` first, since it attends to itself."""
-        mla = self._config
-        latent, rotary = np.split(self._latent.matvec(x), [mla.kv_lora_rank])
-        cache.append(self._latent_norm(latent), rotary)
-        mixed = np.empty((mla.n_heads, mla.kv_lora_rank), dtype=np.float32)
-        kernels.latent_attention(cache.rows, self._absorbed_query(x), mla.qk_head_dim**-0.5, mixed)
-        stride = mla.qk_nope_head_dim + mla.v_head_dim
-        values = self._key_value.matvec_heads(mixed, stride=stride, first=mla.qk_nope_head_dim, count=mla.v_head_dim)
-        out = values.reshape(-1)
+        """x [T, hidden] → [T, hidden]; the tokens join `cache` first, since each attends to itself."""
+        latent, rotary = np.split(self._latent(x), [self._config.kv_lora_rank], axis=1)
+        cache.append(self._latent_norm(np.ascontiguousarray(latent)), rotary)
+        query = self._query(x if self._query_norm is None else self._query_norm(self._query_down(x)))
+        query = query.reshape(len(x), self._config.n_heads, self._config.qk_head_dim)
+        out = self._one(query, cache) if len(x) == 1 else self._many(query, cache)
         if self._gate is not None:
-            gates.multiply_sigmoid(out, self._gate.matvec(x), out)
-        return self._output.matvec(out)
+            gate = self._gate(x)
+            self._team.run(
+                lambda start, stop: row_kernels.multiply_sigmoid_rows(out[start:stop], gate[start:stop]), len(x)
+            )
+        return self._output(out)
 
-    def _absorbed_query(self, x: F32) -> F32:
-        """The query as it meets the cache: [heads, latent + rope]."""
+    def _one(self, query: F32, cache: LatentCache) -> F32:
+        """query [1, heads, nope + rope] → [1, heads · value size]."""
         mla = self._config
-        if self._query_norm is not None:
-            x = self._query_norm(self._query_down.matvec(x))
-        query = self._query.matvec(x).reshape(mla.n_heads, mla.qk_head_dim)
-        stride = mla.qk_nope_head_dim + mla.v_head_dim
-        absorbed = self._key_value.transposed_heads(query[:, : mla.qk_nope_head_dim], stride=stride, first=0)
-        return np.concatenate([absorbed, query[:, mla.qk_nope_head_dim :]], axis=1)
+        stride, nope = mla.qk_nope_head_dim + mla.v_head_dim, mla.qk_nope_head_dim
+        absorbed = self._key_value.transposed_heads(query[0, :, :nope], stride=stride, first=0)
+        absorbed = np.concatenate([absorbed, query[0, :, nope:]], axis=1)
+        mixed = np.empty((mla.n_heads, mla.kv_lora_rank), dtype=np.float32)
+        attention = partial(attention_kernels.latent_attention, cache.rows, absorbed, mla.qk_head_dim**-0.5, mixed)
+        self._team.run(attention, mla.n_heads)
+        return self._key_value.matvec_heads(mixed, stride=stride, first=nope, count=mla.v_head_dim).reshape(1, -1)
+
+    def _many(self, query: F32, cache: LatentCache) -> F32:
+        """query [T, heads, nope + rope] → [T, heads · value size]; the last T positions of `cache` are its tokens."""
+        mla = self._config
+        out = np.empty((len(query), mla.n_heads, mla.v_head_dim), dtype=np.float32)
+
+        def part(first_head: int, end_head: int) -> None:
+            for head in range(first_head, end_head):
+                self._head(head, query[:, head], cache.rows, out[:, head])
+
+        self._team.run(part, mla.n_heads)
+        return out.reshape(len(query), -1)
+
+    def _head(self, head: int, query: F32, rows: F32, out: F32) -> None:
+        """One head: query [T, nope + rope], rows [positions, latent + rope], out [T, value size]."""
+        mla = self._config
+        stride, nope, latent = mla.qk_nope_head_dim + mla.v_head_dim, mla.qk_nope_head_dim, mla.kv_lora_rank
+        weights = products.unpacked(self._key_value, slice(head * stride, (head + 1) * stride))
+        position = len(rows) - len(query)
+        for start in range(0, len(query), TILE_QUERIES):
+            tile = query[start : start + TILE_QUERIES]
+            absorbed = np.concatenate([np.matmul(tile[:, :nope], weights[:nope]), tile[:, nope:]], axis=1)
+            mixed = self._mixed(absorbed, rows[: position + start + len(tile)], latent)
+            np.matmul(mixed, weights[nope:].T, out=out[start : start + len(tile)])
+
+    def _mixed(self, queries: F32, rows: F32, latent: int) -> F32:
+        """Softmax attention of queries [n, latent + rope], the tokens of the last n of `rows`: [n, latent]."""
+        n_queries, scale = len(queries), self._config.qk_head_dim**-0.5
+        largest = np.full(n_queries, -np.inf, dtype=np.float32)
+        total = np.zeros(n_queries, dtype=np.float32)
+        mixed = np.zeros((n_queries, latent), dtype=np.float32)
+        for start in range(0, len(rows), BLOCK_POSITIONS):
+            block = rows[start : start + BLOCK_POSITIONS]
+            scores = np.matmul(queries, block.T)
+            row_kernels.running_softmax(scores, len(rows) - n_queries + 1 - start, scale, largest, total, mixed)
+            mixed += np.matmul(scores, block[:, :latent])
+        mixed /= total[:, None]
+        return mixed
 
 
 def _query_shapes(mla: MlaConfig, hidden: int) -> dict[str, tuple[int, ...]]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from container.model import ModelConfig
 from runtime import gates
-from runtime.gates import F32
-from runtime.matrix import Matrix
+from runtime.gates import F32, Activation
+from runtime.matrix import Matrix, multiply_all
+from runtime.products import buffers
+from runtime.team import Team
 from runtime.trunk import Needs, Trunk, dimensions
-
-Activation = Callable[[F32, F32], F32]  # (gate, up) -> product
 
 
 class RmsNorm:
@@ -29,33 +27,23 @@ class RmsNorm:
         gates.rms_norm(rows, self._weight, self._tolerance, out.reshape(rows.shape))
         return out
 
+    def in_place(self, x: F32) -> None:
+        """Normalise each row of x [rows, n]."""
+        gates.rms_norm(x, self._weight, self._tolerance, x)
+
 
 def activation(config: ModelConfig) -> Activation:
     """The model's gated activation, for routed and shared experts and dense layers alike."""
-    return _silu if config.hidden_act == "silu" else _situ(config.situ_beta, config.situ_linear_beta or 0.0)
-
-
-def _silu(gate: F32, up: F32) -> F32:
-    out = np.empty_like(gate)
-    gates.gate_silu(gate, up, out)
-    return out
-
-
-def _situ(beta: float, linear_beta: float) -> Activation:
-    def situ(gate: F32, up: F32) -> F32:
-        out = np.empty_like(gate)
-        gates.gate_situ(gate, up, beta, linear_beta, out)
-        return out
-
-    return situ
+    return Activation() if config.hidden_act == "silu" else Activation(config.situ_beta, config.situ_linear_beta or 0.0)
 
 
 class GatedMlp:
     """down(activation(gate x, up x))."""
 
-    def __init__(self, gate: Matrix, up: Matrix, down: Matrix, act: Activation) -> None:
+    def __init__(self, gate: Matrix, up: Matrix, down: Matrix, act: Activation, team: Team) -> None:
         self._gate, self._up, self._down = gate, up, down
         self._act = act
+        self._team = team
 
     @staticmethod
     def needs(at: str, width: int, inner: int) -> Needs:
@@ -69,11 +57,21 @@ class GatedMlp:
         )
 
     @classmethod
-    def load(cls, trunk: Trunk, at: str, act: Activation) -> GatedMlp:
+    def load(cls, trunk: Trunk, at: str, act: Activation, team: Team) -> GatedMlp:
         """Read the tensors that `needs` lists."""
         gate, up, down = (trunk.matrix(f"{at}{kind}_proj.weight") for kind in ("gate", "up", "down"))
-        return cls(gate, up, down, act)
+        return cls(gate, up, down, act, team)
 
     def __call__(self, x: F32) -> F32:
-        """x [width] → [width]."""
-        return self._down.matvec(self._act(self._gate.matvec(x), self._up.matvec(x)))
+        """x [T, width] → [T, width]."""
+        gate, up = multiply_all([self._gate, self._up], x)
+
+        def part(start: int, stop: int) -> None:
+            for row in range(start, stop):
+                one = slice(row, row + 1)
+                gated = buffers.take("gated", gate.shape[1]).reshape(1, -1)
+                self._act(gate[one], up[one], gated)
+                gate[one] = gated
+
+        self._team.run(part, len(x))
+        return self._down(gate)

@@ -11,16 +11,18 @@ from typing import Protocol
 import numpy as np
 
 from container.model import ModelConfig
+from runtime import row_kernels
 from runtime.gates import F32
+from runtime.team import Team
 from runtime.trunk import Needs, Trunk, dimensions
 
 
 class Stream(Protocol):
-    """The residual stream of one token on its way through the layers."""
+    """The residual stream of T tokens on their way through the layers; everything is [T, hidden]."""
 
     @property
     def value(self) -> F32:
-        """The running sum [hidden]."""
+        """The running sum."""
 
     def attention_input(self, layer: int) -> F32:
         """What the attention of `layer` reads, before its norm; called once per layer, in order."""
@@ -29,7 +31,7 @@ class Stream(Protocol):
         """What the MLP of `layer` reads, before its norm."""
 
     def add(self, output: F32) -> None:
-        """Take in the output of a sublayer."""
+        """Take in the output of a sublayer, which is the caller's no more."""
 
     def final(self) -> F32:
         """What the head reads, before its norm."""
@@ -61,8 +63,9 @@ class PlainStream:
 class Mixer:
     """One learnt mixture of the sums of a token."""
 
-    def __init__(self, trunk: Trunk, at: str, config: ModelConfig) -> None:
+    def __init__(self, trunk: Trunk, at: str, config: ModelConfig, team: Team) -> None:
         """Read the tensors that `needs` lists: a norm's weight and a projection to one score, fused in f32."""
+        self._team = team
         self._weight = trunk.array(f"{at}_norm.weight") * trunk.array(f"{at}_proj.weight").reshape(-1)
         self._tolerance = config.rms_norm_eps
 
@@ -72,29 +75,35 @@ class Mixer:
         return dimensions({f"{at}_norm.weight": (config.hidden_size,), f"{at}_proj.weight": (1, config.hidden_size)})
 
     def __call__(self, sums: list[F32]) -> F32:
-        """Softmax mixture of `sums`, each [hidden] and mixed as it is; only the scores see them normalised."""
-        stacked = np.stack(sums)
-        mean_squares = np.mean(stacked * stacked, axis=1, dtype=np.float64)
-        scores = (stacked * self._weight).sum(axis=1, dtype=np.float64) / np.sqrt(mean_squares + self._tolerance)
-        shares = np.exp(scores - scores.max())
-        shares = (shares / shares.sum()).astype(np.float32)
-        mixed: F32 = (shares[:, None] * stacked).sum(axis=0)
+        """Softmax mixture of `sums`, each [T, hidden] and mixed as it is; only the scores see them normalised."""
+        scores = np.empty((len(sums), len(sums[0])), dtype=np.float32)
+        mixed = np.zeros_like(sums[0])
+
+        def part(start: int, stop: int) -> None:
+            mine = scores[:, start:stop]
+            for each, score in zip(sums, mine, strict=True):
+                row_kernels.mixture_scores(each[start:stop], self._weight, self._tolerance, score)
+            row_kernels.softmax_columns(mine)
+            for each, share in zip(sums, mine, strict=True):
+                row_kernels.add_scaled(each[start:stop], share, mixed[start:stop])
+
+        self._team.run(part, len(mixed))
         return mixed
 
 
 class AttentionResiduals:
     """The mixers of all layers and of the head."""
 
-    def __init__(self, trunk: Trunk, config: ModelConfig, block_size: int) -> None:
+    def __init__(self, trunk: Trunk, config: ModelConfig, block_size: int, team: Team) -> None:
         """Read the tensors that `needs` lists."""
         self.block_size = block_size
         # layer 0 has a mixer for its attention too, but there is nothing yet to mix with
         self.attention = {
-            layer: Mixer(trunk, f"model.layers.{layer}.self_attention_res", config)
+            layer: Mixer(trunk, f"model.layers.{layer}.self_attention_res", config, team)
             for layer in range(1, config.n_layers)
         }
-        self.mlp = [Mixer(trunk, f"model.layers.{layer}.mlp_res", config) for layer in range(config.n_layers)]
-        self.output = Mixer(trunk, "model.output_attn_res", config)
+        self.mlp = [Mixer(trunk, f"model.layers.{layer}.mlp_res", config, team) for layer in range(config.n_layers)]
+        self.output = Mixer(trunk, "model.output_attn_res", config, team)
 
     @staticmethod
     def needs(config: ModelConfig) -> Needs:

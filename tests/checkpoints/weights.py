@@ -63,6 +63,13 @@ def logical_tensor(tensors: Mapping[str, NDArray[Any]], name: str) -> NDArray[np
     return unpack_mxfp4(tensors[name + "_packed"], tensors[name + "_scale"])
 
 
+def matrix_size(name: str, shape: tuple[int, ...]) -> float:
+    """Standard deviation of a matrix's weights: 1 for the embedding, whose rows are looked up."""
+    if name.endswith("embed_tokens.weight"):
+        return 1.0
+    return float(prod(shape[1:]) ** -0.5) * (2.0 if name.endswith(".gate.weight") else 1.0)
+
+
 def _rng(name: str, seed: int) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(name.encode())])
 
@@ -77,9 +84,8 @@ def _values(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDAr
         return values * np.float32(0.1) + np.float32(1)
     if name.endswith("embed_tokens.weight"):
         return values
-    std = prod(shape[1:]) ** -0.5 * (2.0 if name.endswith(".gate.weight") else 1.0)
     spread = np.exp(ROW_SPREAD * rng.standard_normal((shape[0], *(1,) * (len(shape) - 1))))
-    values *= (std * spread).astype(np.float32)
+    values *= (matrix_size(name, shape) * spread).astype(np.float32)
     return values
 
 

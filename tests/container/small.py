@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from container.indices import pack_indices
 from container.layout import (
     CODEBOOKS_NAME,
     MANIFEST_NAME,
-    TRUNK_ALIGNMENT,
     TRUNK_NAME,
     VEC_DIM,
     VQ3R,
     ExpertQuant,
     TrunkFormat,
-    align_up,
     bank_name,
 )
 from container.manifest import BankEntry, FileEntry, Manifest, TrunkEntry
 from container.model import KINDS, ModelConfig
 from container.reader import ContainerReader
-from container.records import CodebookRecord, ExpertRecord, RecordLayout
-from container.trunk import pack_rows, trunk_size, unpack_rows
-from tests.checkpoints import kimi_linear_config
+from container.records import CodebookRecord, RecordLayout
+from container.trunk import unpack_rows
+from tests.containers import Stored, kimi_linear_config, random_record, trunk_parts
 
 LAYER = 1  # the only one with experts
 BASE = 2  # its first codebook; two that nobody uses come before
@@ -43,17 +39,6 @@ def small_config(**overrides: Any) -> dict[str, Any]:
     """Config of the small container: experts of 24 × 16, gate and up, and 16 × 24, down."""
     numbers = {"num_hidden_layers": 2, "hidden_size": 16, "moe_intermediate_size": 24, "num_experts": 2}
     return kimi_linear_config(**(numbers | overrides))
-
-
-def random_record(rng: np.random.Generator, layout: RecordLayout, layer: int, expert: int, base: int) -> ExpertRecord:
-    """An expert record with random indices and scales."""
-    indices, scales = {}, {}
-    for kind in KINDS:
-        rows, cols = layout.shapes[kind]
-        codes = rng.integers(0, layout.quant.n_entries, (rows, cols // VEC_DIM, layout.quant.n_stages), dtype=np.uint8)
-        indices[kind] = pack_indices(codes, layout.quant)
-        scales[kind] = rng.standard_normal(rows).astype(np.float16)
-    return ExpertRecord(layer, expert, base, indices, scales)
 
 
 def small_files(quant: ExpertQuant = VQ3R, seed: int = 0, **overrides: Any) -> tuple[Manifest, dict[str, bytes]]:
@@ -109,22 +94,8 @@ def read_everything(folder: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _trunk(rng: np.random.Generator) -> tuple[tuple[TrunkEntry, ...], bytes]:
-    entries, data = [], bytearray()
-    for name, (fmt, shape) in TRUNK.items():
-        data += bytes(align_up(len(data), TRUNK_ALIGNMENT) - len(data))
-        weights = rng.standard_normal(shape).astype(np.float32).reshape(-1, shape[-1])
-        values, scales = pack_rows(weights, fmt)
-        stored = values.tobytes() + scales.tobytes()
-        size = trunk_size(shape, fmt)
-        entry = TrunkEntry(
-            name=name,
-            fmt=fmt,
-            shape=shape,
-            offset=len(data),
-            n_bytes=size.total_bytes,
-            scale_offset=None if fmt is TrunkFormat.F32 else len(data) + size.values_bytes,
-            crc32=zlib.crc32(stored),
-        )
-        entries.append(entry)
-        data += stored
-    return tuple(entries), bytes(data)
+    tensors = (
+        Stored.rounded(name, rng.standard_normal(shape, dtype=np.float32), fmt) for name, (fmt, shape) in TRUNK.items()
+    )
+    entries, parts = zip(*trunk_parts(tensors), strict=True)
+    return entries, b"".join(parts)

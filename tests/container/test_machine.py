@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from container import machine
-from container.machine import available_cores, available_memory, cgroup_folders, free_disk, peak_memory
+from container.machine import available_cores, available_memory, cgroup_folders, free_disk, memory_figures, peak_memory
 
 MIB = 1 << 20
 
@@ -102,6 +102,37 @@ def test_a_group_over_its_limit_has_nothing_left(tree):
     assert available_memory() == 0
 
 
+def test_the_least_limit_of_all_groups_counts(tree, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 2 << 20, "SC_PAGE_SIZE": 4096}.get)
+    tree.own.write_text("12:memory:/a/b\n0::/c/d\n")
+    tree.write("memory/a/b/memory.limit_in_bytes", "9223372036854771712\n")
+    assert memory_figures().limit_bytes is None  # version 1's way to say so
+    assert memory_figures().usable_bytes == memory_figures().physical_bytes == 8192 * MIB
+    tree.write("memory/a/memory.limit_in_bytes", f"{900 * MIB}\n")
+    assert memory_figures().limit_bytes == 900 * MIB
+    tree.write("c/memory.max", f"{700 * MIB}\n")
+    tree.write("c/d/memory.max", "max\n")
+    assert memory_figures().usable_bytes == memory_figures().limit_bytes == 700 * MIB
+    tree.write("c/memory.max", f"{9000 * MIB}\n")
+    tree.write("memory/a/memory.limit_in_bytes", f"{9000 * MIB}\n")
+    assert memory_figures().usable_bytes == 8192 * MIB  # a limit above what the machine has
+
+
+def test_swap_in_use_and_unknown_figures(tree, monkeypatch):
+    kernel = {"SwapTotal": 5 * MIB, "SwapFree": 2 * MIB, "MemAvailable": 100 * MIB}
+    monkeypatch.setattr(machine, "_kernel_bytes", lambda path, key: kernel[key])
+    figures = memory_figures()
+    assert (figures.swap_used_bytes, figures.available_bytes, figures.limit_bytes) == (3 * MIB, 100 * MIB, None)
+
+    def unknown(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(os, "sysconf", unknown)
+    monkeypatch.setattr(machine, "_kernel_bytes", lambda path, key: None)
+    nothing = memory_figures()
+    assert (nothing.usable_bytes, nothing.available_bytes, nothing.swap_used_bytes) == (None, None, 0)
+
+
 def test_affinity_counts(tree, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     assert available_cores() == 1
@@ -124,6 +155,8 @@ def test_this_machine_can_be_read():
     memory = available_memory()
     assert memory is None or memory > 1 << 20
     assert 1 << 20 < peak_memory() < 1 << 40
+    figures = memory_figures()
+    assert figures.usable_bytes is None or figures.usable_bytes > 1 << 28
 
 
 def test_free_disk_of_a_folder_to_come(tmp_path):

@@ -12,7 +12,7 @@ from container.layout import EXPERT_HEADER, VQ3R
 from container.model import KINDS
 from container.records import CodebookRecord, ExpertRecord, RecordLayout
 from tests import strategies
-from tests.container.small import random_record
+from tests.containers import random_record
 
 K3_SHAPES = {"gate": (3072, 3584), "up": (3072, 3584), "down": (3584, 3072)}
 LAYOUT = RecordLayout(VQ3R, {"gate": (70, 16), "up": (70, 16), "down": (16, 24)})

@@ -9,7 +9,7 @@ import pytest
 from container.layout import VQ3R
 from container.records import ExpertRecord, RecordLayout
 from container.writer import BankWriter
-from tests.container.small import random_record
+from tests.containers import random_record
 
 LAYOUT = RecordLayout(VQ3R, {"gate": (24, 16), "up": (24, 16), "down": (16, 24)})
 RECORDS = [random_record(np.random.default_rng(n), LAYOUT, 1, n, 9) for n in range(3)]

@@ -64,19 +64,22 @@ def shard(number: int) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_samples() -> Iterator[None]:
-    """Fingerprints of two pieces instead of sixteen: a request for each would take most of the time here."""
+def _quick() -> Iterator[None]:
+    """Fingerprints of two pieces instead of sixteen, and two rounds of training: both would take most of the time."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("container.fingerprint.SAMPLE_PIECES", N_SAMPLES)
+        patched.setattr("convert.codebooks.GREEDY_ALONE", ((65_536, 2),))
         yield
 
 
 @pytest.fixture(scope="module")
-def six(tmp_path_factory: pytest.TempPathFactory, _few_samples: None) -> Converted:
+def six(tmp_path_factory: pytest.TempPathFactory, _quick: None) -> Converted:
     """Four layers in six shards (layers 0 and 1 share the first), and their container. Not to be changed."""
     folder = tmp_path_factory.mktemp("six")
     source = write_small(folder / "checkpoint", shards=N_SHARDS, num_hidden_layers=N_LAYERS)
-    return locally_converted(source, folder / "container", workers=1)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(convert.run, "run_work", serial_work)
+        return locally_converted(source, folder / "container")
 
 
 @pytest.fixture
@@ -548,10 +551,11 @@ def test_real_workers(tmp_path, monkeypatch, hub, six):
     monkeypatch.undo()
     options = functools.partial(DownloadOptions, endpoint=hub.endpoint, patience=HASTE)
     monkeypatch.setattr("convert.staged_supply.DownloadOptions", options)
+    local = locally_converted(six.source, tmp_path / "local", workers=1)  # the processes know nothing of `_quick`
     hub.set_rate(2_000_000)
     summary, log = stream_here(tmp_path / "staging", tmp_path / "out", staging_bytes=two_largest(six.source), workers=2)
     assert summary.complete
-    assert_same(tmp_path / "out", six.files)
+    assert_same(tmp_path / "out", local.files)
     assert times_fetched(hub) == dict.fromkeys(shard_sizes(six.source), 1)
     assert sorted(line for line in log.splitlines() if line.startswith("gave back ")) == [
         f"gave back {name}: {size(n_bytes)}" for name, n_bytes in shard_sizes(six.source).items()

@@ -16,6 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from container.errors import UsageError, WeightError
 from container.layout import VQ2R, VQ3R, VQ4P, ExpertQuant
 from container.shards import DTYPE_BITS, ShardTensor
+from convert.__main__ import main as convert
 from convert.codebooks import train_codebooks
 from convert.device import (
     CONTEXT_BYTES,
@@ -46,7 +47,6 @@ from tests.convert.small import (
     contents,
     convert_here,
     dry_run_here,
-    run_cli,
     serial_work,
     small_k3,
     write_small,
@@ -253,21 +253,23 @@ def test_what_stands_against_a_gpu():
 
 
 @without_cuda
-def test_the_command_refuses_a_gpu_that_is_not_there(tmp_path, k3):
+def test_the_command_refuses_a_gpu_that_is_not_there(tmp_path, k3, capsys):
     """Before anything is written, in one line; the plan says it too."""
-    done = run_cli(k3.source, tmp_path / "out", "--device", "cuda")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert f"--device cuda: torch {torch.__version__} finds no CUDA device" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert convert([str(k3.source), str(tmp_path / "out"), "--device", "cuda"]) == 1
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert f"--device cuda: torch {torch.__version__} finds no CUDA device" in stderr
+    assert "Traceback" not in stderr
     plan = dry_run_here(k3.source, tmp_path / "out", device="cuda:1")
     assert [problem for problem in plan["problems"] if problem.startswith("--device cuda:1: torch ")]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_refuses_an_unknown_device(tmp_path, k3):
-    done = run_cli(k3.source, tmp_path / "out", "--device", "tpu")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: --device must be cpu, cuda or cuda:N, found ")
+def test_the_command_refuses_an_unknown_device(tmp_path, k3, capsys):
+    assert convert([str(k3.source), str(tmp_path / "out"), "--device", "tpu"]) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.startswith("error: --device must be cpu, cuda or cuda:N, found ")
 
 
 def test_a_gpu_gets_two_workers(tmp_path, k3):

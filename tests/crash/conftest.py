@@ -17,8 +17,8 @@ def k3(tmp_path_factory: pytest.TempPathFactory) -> Converted:
 
 @pytest.fixture(scope="session")
 def long_k3(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    """A checkpoint whose two MoE layers fill a training sample, so each takes seconds and is caught at work."""
-    config = k3_config(num_hidden_layers=3, num_experts=24, moe_intermediate_size=512, routed_expert_hidden_size=512)
+    """A checkpoint whose two MoE layers fill half a training sample: each takes a second, in which it can be caught."""
+    config = k3_config(num_hidden_layers=3, num_experts=4, moe_intermediate_size=256, routed_expert_hidden_size=256)
     return converted(tmp_path_factory.mktemp("long"), config)
 
 

@@ -1,10 +1,11 @@
 """Kills, or fills the disk of, a conversion at every step at which a file is synced, renamed or removed.
 
-    python -m tests.crash.publish_points SOURCE FOLDER {kill,full}     at each step in turn; prints a JSON report
-    python -m tests.crash.publish_points SOURCE OUTPUT kill LABEL      at one step, for good
+    python -m tests.crash.publish_points SOURCE FOLDER {kill,full} {some,all}    at many steps; prints a JSON report
+    python -m tests.crash.publish_points SOURCE OUTPUT kill LABEL                at one step, for good
 
-Jobs run in one process, one after the other, so that the steps have an order; each attempt is a fork of this
-process, which has imported and compiled everything already.
+`some` strikes where other lines of the converter run, `all` at every step. Jobs run in one process, one after the
+other, so that the steps have an order; each attempt is a fork of this process, which has imported and compiled
+everything already.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,14 @@ from container.errors import BuildError
 from container.layout import MANIFEST_NAME
 from convert.options import ConvertOptions
 from convert.quality import Quality
+from convert.run import Summary
 from tests.convert.small import contents, differences, serial_work
 
 MAX_STEPS = 500
-ONLY_FULL = ("unlink", "rmdir")  # a full disk does not hinder these
+REMOVALS = ("unlink", "rmdir")  # a full disk does not hinder these
+# The same lines publish the records of all jobs, and all of these files.
+JOB_NUMBER = re.compile(r"-(outside-|L)\d+")
+SIDE_FILE = re.compile(r"(codebooks\.bin|tokenizer\.model|(specials|chat|vision|report)\.json|report\.html)$")
 
 
 class Steps:
@@ -92,8 +99,8 @@ def fill() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def run(source: Path, output: Path) -> None:
-    convert.run.convert(ConvertOptions(source=source, output=output, quality=Quality.FAST), io.StringIO())
+def run(source: Path, output: Path) -> Summary:
+    return convert.run.convert(ConvertOptions(source=source, output=output, quality=Quality.FAST), io.StringIO())
 
 
 def forked(function: Callable[[], str | None]) -> tuple[int, str]:
@@ -114,7 +121,7 @@ def forked(function: Callable[[], str | None]) -> tuple[int, str]:
 
 
 def attempt(
-    convert_once: Callable[[], None], mode: str, number: int, steps_of: Callable[..., Steps] = Steps
+    convert_once: Callable[[], object], mode: str, number: int, steps_of: Callable[..., Steps] = Steps
 ) -> str | None:
     """Strike at one step. Returns its label, None when the conversion has fewer steps."""
     read_end, write_end = os.pipe()
@@ -142,7 +149,7 @@ def attempt(
         return None
     if mode == "kill":
         assert os.WTERMSIG(status) == signal.SIGKILL, (label, status, text)
-    elif not label.startswith(ONLY_FULL):
+    elif not label.startswith(REMOVALS):
         assert "the disk is full" in text, (label, text)
     return label
 
@@ -160,32 +167,69 @@ def check_state(output: Path, expected: dict[str, bytes]) -> None:
         assert expected.keys() <= contents(output).keys()
 
 
-def every_step(source: Path, folder: Path, mode: str) -> list[str]:
-    """Strike at each step in turn, resume, compare. Returns the labels."""
-    run(source, folder / "expected")
+def resumed(source: Path, output: Path) -> str:
+    """Run again what was struck; the number of jobs that this took."""
+    return str(run(source, output).n_jobs_done)
+
+
+def watched(source: Path, output: Path) -> str:
+    """A run without a strike; the labels of its steps."""
+    steps = Steps(lambda: None)
+    steps.watch()
+    run(source, output)
+    return json.dumps(steps.seen)
+
+
+def chosen(seen: Sequence[str], output: Path, mode: str, which: str) -> list[int]:
+    """Numbers, from 1, of the steps to strike at.
+
+    Of each kind the first and the last, where everything before it is done. A full disk hinders no removal, and what it
+    does to a rename is what it does to the sync before: the last of each kind, without both.
+    """
+    numbers = range(1, len(seen) + 1)
+    if which == "all":
+        return list(numbers)
+    first, last, before = dict[str, int](), dict[str, int](), ""
+    for number, label in zip(numbers, seen, strict=True):
+        kind = SIDE_FILE.sub("side file", JOB_NUMBER.sub("", label))
+        if label in ("fsync .build", f"fsync {output.name}"):
+            kind = f"{kind} after {before}"  # a folder is synced for what was renamed in it
+        first.setdefault(kind, number)
+        last[kind] = number
+        before = kind
+    if mode == "kill":
+        return sorted({*first.values(), *last.values()})
+    return sorted(number for kind, number in last.items() if not kind.startswith((*REMOVALS, "rename to")))
+
+
+def strike_at_steps(source: Path, folder: Path, mode: str, which: str) -> dict[str, Any]:
+    """Strike at one step after the other, resume, compare; nothing that was finished is done again."""
+    status, text = forked(lambda: watched(source, folder / "expected"))
+    assert status == 0, text
+    seen = json.loads(text)
+    assert len(seen) < MAX_STEPS
     expected = contents(folder / "expected")
-    labels: list[str] = []
-    for number in range(1, MAX_STEPS):
+    records = [label for label in seen if label.startswith("rename to done-")]
+    numbers = chosen(seen, folder / "expected", mode, which)
+    for number in numbers:
         output = folder / f"step-{number}"
-        label = attempt(lambda output=output: run(source, output), mode, number)  # type: ignore[misc]
-        if label is None:
-            return labels
-        labels.append(label)
+        label = attempt(partial(run, source, output), mode, number)
+        assert label == seen[number - 1].replace("expected", output.name), (label, number)
         check_state(output, expected)
-        status, text = forked(lambda output=output: run(source, output))  # type: ignore[misc]
-        assert (status, text) == (0, ""), (label, text)
+        n_left = len(records) - sum(done in records for done in seen[: number - 1])
+        assert forked(partial(resumed, source, output)) == (0, str(n_left)), label
         different = differences(contents(output), expected)
         assert not different, (label, different)
         shutil.rmtree(output)
-    raise AssertionError(f"more than {MAX_STEPS} steps")
+    return {"labels": seen, "struck": numbers}
 
 
-def main(source: Path, folder: Path, mode: str, label: str | None = None) -> None:
+def main(source: Path, folder: Path, mode: str, which: str) -> None:
     convert.run.run_work = serial_work  # type: ignore[assignment]
-    if label is None:
-        print(json.dumps(every_step(source, folder, mode)))
+    if which in ("some", "all"):
+        print(json.dumps(strike_at_steps(source, folder, mode, which)))
     else:
-        Steps(kill, label=label).watch()
+        Steps(kill, label=which).watch()
         run(source, folder)
 
 

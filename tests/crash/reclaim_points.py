@@ -25,7 +25,7 @@ from download.folder import STATE_FOLDER
 from tests.convert.reclaiming import Consumers, reclaimed_lines, shards_here, small_files
 from tests.convert.small import contents, differences, serial_work
 from tests.crash.durable import Durable
-from tests.crash.publish_points import MAX_STEPS, Steps, attempt, check_state, forked
+from tests.crash.publish_points import MAX_STEPS, REMOVALS, Steps, attempt, check_state, forked
 
 SHARD_NUMBER = re.compile(r"-\d+-of-\d+")
 
@@ -81,8 +81,8 @@ def chosen(seen: list[str], places: list[str], mode: str, which: str) -> list[in
             found += [number, number + 1]  # before the record, and before its name is synced
             working = True
         kinds.add(kind)
-    # removals need no room
-    return [number for number in found if mode == "kill" or not seen[number - 1].startswith("unlink")]
+    # removals need no room, and what a full disk does to a rename is what it does to the sync before
+    return [number for number in found if mode == "kill" or not seen[number - 1].startswith((*REMOVALS, "rename to"))]
 
 
 class Points:

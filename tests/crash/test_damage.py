@@ -17,24 +17,41 @@ from container.errors import BuildError, BusyError, MismatchError
 from container.manifest import Manifest
 from convert.build import BuildFolder
 from tests.checkpoints import checkpoint_tensors
-from tests.convert.small import EMBEDDING, assert_same, contents, convert_here, run_cli, small_k3, write_small
+from tests.convert.small import (
+    EMBEDDING,
+    assert_same,
+    contents,
+    convert_here,
+    run_cli,
+    serial_work,
+    small_k3,
+    write_small,
+)
 
 pytestmark = pytest.mark.usefixtures("in_this_process")
 
 
-@pytest.fixture
-def unassembled(tmp_path, monkeypatch, k3) -> Path:
-    """An output folder in which every job is finished and nothing is assembled."""
+@pytest.fixture(scope="module")
+def jobs_finished(tmp_path_factory, k3) -> Path:
+    """An output folder in which every job is finished and nothing is assembled. Not to be changed."""
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
+    output = tmp_path_factory.mktemp("unassembled") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert.run, "run_work", serial_work)
         patch.setattr(convert.run, "assemble", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            convert_here(k3.source, tmp_path / "out")
-    assert len(list((tmp_path / "out" / ".build").glob("done-*.json"))) == 5
-    return tmp_path / "out"
+            convert_here(k3.source, output)
+    assert len(list((output / ".build").glob("done-*.json"))) == 5
+    return output
+
+
+@pytest.fixture
+def unassembled(tmp_path, jobs_finished) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(jobs_finished, tmp_path / "out"))
 
 
 def flip(path: Path, offset: int) -> None:

@@ -34,7 +34,7 @@ SIZES = {name: len(content) for name, content in CONTENTS.items()}
 # Little patience for stalls: a busy machine may stall, too, and is asked again.
 PATIENCE = replace(HASTE, give_up_seconds=20, stall_seconds=0.05, connect_seconds=0.05)
 LITTLE_PATIENCE = replace(PATIENCE, give_up_seconds=0.1)  # where giving up is right
-N_SCHEDULES, N_SLOW_SCHEDULES = 100, 1000
+N_SCHEDULES, N_SLOW_SCHEDULES = 60, 1000
 N_RUNS, N_SLOW_RUNS = 12, 200
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import base64
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 import regex
+import tiktoken
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from container.errors import FormatError, MoedockError
 from runtime import tokenizer as module
-from runtime.tokenizer import PRE_TOKENISER, Tokenizer
+from runtime.tokenizer import PRE_TOKENISER, Token, Tokenizer, detokenize, tokenize
 from tests.checkpoints.tokenizer import N_RANKS, TEXT, rank_file, special_tokens
+from tests.runtime import small_talk
 from tests.runtime.conftest import tokenizer_files
 
 BYTES = {bytes([byte]): byte for byte in range(256)}
@@ -88,6 +91,56 @@ def test_text_cannot_form_a_special_token(tokenizer: Tokenizer) -> None:
         assert max(ids) < N_RANKS
         assert tokenizer.decode(ids) == f"a{text}b"
         assert tokenizer.decode([token_id]) == text
+
+
+@cache
+def tiktoken_with_specials() -> tiktoken.Encoding:
+    ranks = {base64.b64decode(line.split()[0]): rank for rank, line in enumerate(rank_file().splitlines())}
+    named = special_tokens("kimi_k3")
+    specials = {named.get(token_id, f"<|reserved_token_{token_id}|>"): token_id for token_id in range(N_RANKS, 640)}
+    return tiktoken.Encoding("other", pat_str=PRE_TOKENISER, mergeable_ranks=ranks, special_tokens=specials)
+
+
+NAMES = st.sampled_from(
+    [*special_tokens("kimi_k3").values(), "<|reserved_token_526|>", "<|im_end|>", "<|", "|>", "[", "]"]
+)
+
+
+@given(st.lists(st.one_of(NAMES, st.text(st.sampled_from("ae 1\n<|>[]é"), max_size=4)), max_size=8).map("".join))
+@example("<|open|>message<|sep|>[EOS][EOS")
+def test_markup_is_encoded_as_tiktoken_does_with_all_specials_allowed(text: str) -> None:
+    tokenizer, other = small_talk.tokenizer("kimi_k3"), tiktoken_with_specials()
+    ids = tokenizer.encode_markup(text)
+    assert ids == other.encode(text, allowed_special="all")
+    assert tokenizer.encode(text) == other.encode(text, allowed_special=set(), disallowed_special=())
+    assert tokenizer.decode(ids) == text
+    for token_id in ids:
+        assert tokenizer.is_special(token_id) == (token_id >= N_RANKS)
+
+
+def test_of_two_names_the_longer_is_meant_and_of_two_tokens_the_named_one() -> None:
+    tokenizer = Tokenizer(BYTES, {256: "<a>", 257: "<a><b>", 258: "<|reserved_token_259|>", 700: "<far>"}, 260)
+    assert tokenizer.encode_markup("<a><b><a><|reserved_token_259|>") == [257, 256, 258]
+    assert tokenizer.special_id("<|reserved_token_259|>") == 258
+    assert tokenizer.special_id("<far>") is None
+    assert tokenizer.special_id("a") is None
+
+
+def test_tokens_with_their_texts(tokenizer: Tokenizer) -> None:
+    text = "The[EOT]é"
+    end, the = N_RANKS + 9, tokenizer.encode("The")
+    first, second = tokenizer.encode("é")
+    assert tokenize(tokenizer, text, markup=True)[-3:] == [
+        Token(end, "[EOT]", special=True),
+        Token(first, "�", special=False),
+        Token(second, "�", special=False),
+    ]
+    assert [token.id for token in tokenize(tokenizer, text)] == tokenizer.encode(text)
+    assert "".join(token.text for token in tokenize(tokenizer, "The shelves")) == "The shelves"
+    assert detokenize(tokenizer, [*the, end])[-1] == Token(end, "[EOT]", special=True)
+    assert tokenize(Tokenizer(BYTES, {}, 256), "a[EOT]", markup=True)[-1] == Token(ord("]"), "]", special=False)
+    with pytest.raises(MoedockError, match="token id 640"):
+        detokenize(tokenizer, [640])
 
 
 def test_unnamed_ids_are_reserved_tokens(tokenizer: Tokenizer) -> None:

@@ -17,8 +17,8 @@ from container.errors import UsageError
 from container.reader import ContainerReader
 from container.records import ExpertRecord
 from runtime.engine import Engine, Evaluation
+from runtime.loading import SlotLoader
 from runtime.models import mla
-from runtime.store import ExpertStore
 from tests.validate.conftest import Converted
 from tests.validate.small_models import small_model
 from validate.logits import PROMPT_LENGTHS, check_logits, default_prompts, divergence, relative_errors
@@ -148,10 +148,10 @@ def test_another_norm_constant_in_the_runtime(kimi_linear, monkeypatch):
     assert "tolerance 1e-05; the residual stream is above it first after layer 3" in findings.problems[0]
 
 
-def swapped(fetch: Any) -> Any:
-    def swap(store: ExpertStore, layer: int, expert: int) -> ExpertRecord:
-        record = fetch(store, layer, expert)
-        if layer != 2:
+def swapped(record_in: Any) -> Any:
+    def swap(loader: SlotLoader, slot: int) -> ExpertRecord:
+        record = record_in(loader, slot)
+        if record.layer != 2:
             return record
         indices = {"gate": record.indices["up"], "up": record.indices["gate"], "down": record.indices["down"]}
         return replace(record, indices=indices)
@@ -161,7 +161,7 @@ def swapped(fetch: Any) -> Any:
 
 @pytest.mark.parametrize("which", ["k3", "kimi_linear"])
 def test_gate_and_up_swapped_in_one_layer(request, which, monkeypatch):
-    monkeypatch.setattr(ExpertStore, "fetch", swapped(ExpertStore.fetch))
+    monkeypatch.setattr(SlotLoader, "record", swapped(SlotLoader.record))
     report, findings = check(request.getfixturevalue(which), ids=IDS)
     assert report.per_layer[1] <= TOLERANCE < report.per_layer[2]
     listed = "\n".join(findings.problems)

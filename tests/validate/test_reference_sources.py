@@ -40,7 +40,7 @@ CONFIGS = {"k3": k3_config(num_hidden_layers=4), "kimi-linear": kimi_linear_conf
 EXPERT = "model.layers.2.block_sparse_moe.experts.5"
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(scope="module", params=CONFIGS)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     chosen: dict[str, Any] = CONFIGS[request.param]
     return chosen
@@ -182,12 +182,18 @@ def vector_bytes(codes: np.ndarray, quant: ExpertQuant) -> bytes:
     return bytes(codes.tolist())
 
 
-@pytest.fixture(params=[VQ3R, VQ4P], ids=lambda quant: quant.fmt.name)
-def container(
-    request: pytest.FixtureRequest, config: dict[str, Any], tmp_path: Path
-) -> Iterator[tuple[ContainerReader, dict[str, np.ndarray]]]:
-    meaning = write_container(tmp_path / "container", config, request.param)
-    with ContainerReader.open(tmp_path / "container") as reader:
+@pytest.fixture(scope="module", params=[VQ3R, VQ4P], ids=lambda quant: quant.fmt.name)
+def written(
+    request: pytest.FixtureRequest, config: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, np.ndarray]]:
+    folder = tmp_path_factory.mktemp("written") / "container"
+    return folder, write_container(folder, config, request.param)
+
+
+@pytest.fixture
+def container(written: tuple[Path, dict[str, np.ndarray]]) -> Iterator[tuple[ContainerReader, dict[str, np.ndarray]]]:
+    folder, meaning = written
+    with ContainerReader.open(folder) as reader:
         yield reader, meaning
 
 
