@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import signal
-import threading
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 
 from container.checkpoint import Checkpoint
@@ -26,8 +22,7 @@ from convert.source import SourceTensor
 from convert.threads import worker_threads
 from convert.timing import Timing
 from convert.trunk import WrittenTensor, write_tensor
-
-Progress = Callable[[int], None]
+from convert.worker import Progress
 
 PROOF_READ_BYTES = 8 << 20
 
@@ -54,19 +49,6 @@ class JobOutcome:
 
     record: FinishedJob
     peak_bytes: int  # the worker's peak resident memory so far
-
-
-def follow_parent() -> None:
-    """Set a worker process up: it ignores Ctrl-C (the parent decides) and dies at once when its parent does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _die_with(sentinel: int) -> None:
-    wait([sentinel])
-    os._exit(1)
 
 
 def convert_job(job: JobInput, progress: Progress) -> JobOutcome:

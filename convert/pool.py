@@ -23,7 +23,7 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any, Generic, Protocol, TypeVar
 
 from container.errors import WorkerError
-from convert.jobs import Progress, follow_parent
+from convert.worker import Progress, follow_parent
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")

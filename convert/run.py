@@ -17,7 +17,7 @@ from convert.assemble import assemble
 from convert.bank_report import EXPERTS
 from convert.build import BuildFolder, FinishedJob
 from convert.feed import ShardFeed
-from convert.jobs import JobInput, JobOutcome, Progress, convert_job, prove_job
+from convert.jobs import JobInput, JobOutcome, convert_job, prove_job
 from convert.options import ConvertOptions
 from convert.order import Needs
 from convert.plan import JobPlan
@@ -27,6 +27,7 @@ from convert.provenance import provenance
 from convert.report import mean_error
 from convert.supply import open_supply
 from convert.timing import add_seconds
+from convert.worker import Progress
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-import numpy as np
 import pytest
 
 import convert.run
@@ -20,35 +19,7 @@ from convert.options import ConvertOptions
 from convert.pool import Watcher, Work, run_work
 from convert.threads import map_ahead, worker_threads
 from convert.timing import Timing, add_seconds
-
-
-def square(task, progress):
-    progress(task)
-    return task * task, os.getpid(), os.getppid()
-
-
-def fail(task, progress):
-    if task == "weights":
-        raise WeightError("tensor x: row 3 holds NaN")
-    if task == "disk":
-        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere/trunk.bin")
-    if task == "memory":
-        np.empty(1 << 60, dtype=np.uint8)
-    time.sleep(60)
-
-
-def die(task, progress):
-    if task == "exit":
-        os._exit(7)
-    if task == "segfault":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if task == "odd":
-        os.kill(os.getpid(), 40)  # a real-time signal without a name of its own
-    time.sleep(60)
-
-
-def sigint_disposition(task, progress):
-    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+from tests.convert.pool_tasks import die, fail, sigint_disposition, square
 
 
 class Recorder:
