@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.api import open_model as open  # noqa: A004 - meant to be read as runtime.open
-    from runtime.planning import plan
+    from runtime.memory.planning import plan
 
 __all__ = ["open", "plan"]
 
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return open_model
     if name == "plan":
-        from runtime.planning import plan
+        from runtime.memory.planning import plan
 
         return plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,18 +10,18 @@ from pathlib import Path
 from container.errors import MoedockError, SessionError, UsageError
 from container.layout import TOKENIZER_NAME
 from runtime import session
-from runtime.chat import Chat, load_chat
-from runtime.chat_xtml import Effort
-from runtime.direct import Notice
-from runtime.end_tokens import end_ids
+from runtime.disk.direct import Notice
 from runtime.engine import Engine
-from runtime.generate import Conversation, Generation, Outcome, Step
+from runtime.memory.planning import budget_bytes
 from runtime.options import RunOptions
-from runtime.planning import budget_bytes
-from runtime.replies import Ended, Piece, ReplyReader, TextReader
-from runtime.sampling import Sampler, Sampling
 from runtime.state import SequenceState
-from runtime.tokenizer import Tokenizer
+from runtime.text.chat import Chat, load_chat
+from runtime.text.chat_xtml import Effort
+from runtime.text.end_tokens import end_ids
+from runtime.text.generate import Conversation, Generation, Outcome, Step
+from runtime.text.replies import Ended, Piece, ReplyReader, TextReader
+from runtime.text.sampling import Sampler, Sampling
+from runtime.text.tokenizer import Tokenizer
 
 StopWhen = Callable[[str], bool]
 

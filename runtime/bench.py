@@ -14,11 +14,11 @@ import numpy as np
 
 from container.machine import peak_memory
 from container.progress import size
-from runtime.disk_speed import compare_cold_reads
+from runtime.compute.gates import F32
+from runtime.disk.disk_speed import compare_cold_reads
+from runtime.disk.tally import Statistics
 from runtime.engine import Engine
-from runtime.gates import F32
 from runtime.state import SequenceState
-from runtime.tally import Statistics
 
 _MOST_COLD_BYTES = 1 << 30  # read twice, once through a store and once plainly
 

@@ -15,16 +15,16 @@ from container.layout import CODEBOOKS_NAME
 from container.machine import available_cores, memory_figures
 from container.manifest import FileEntry
 from container.reader import ContainerReader
-from runtime.budget import choose_budget
-from runtime.direct import DirectFiles, Notice
-from runtime.gates import F32
-from runtime.memory import MemoryPlan, plan_memory
+from runtime.compute.gates import F32
+from runtime.compute.team import Team
+from runtime.disk.direct import DirectFiles, Notice
+from runtime.disk.resident import Progress
+from runtime.disk.store import ExpertStore
+from runtime.memory.budget import choose_budget
+from runtime.memory.plan import MemoryPlan, plan_memory
 from runtime.models import Model, Recall, StepTrace, load_model, require_tensors
 from runtime.options import RunOptions
-from runtime.resident import Progress
 from runtime.state import SequenceState
-from runtime.store import ExpertStore
-from runtime.team import Team
 from runtime.trunk import Trunk
 
 

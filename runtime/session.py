@@ -24,10 +24,10 @@ from container.json_object import is_count
 from container.layout import MANIFEST_NAME
 from container.publish import publishing
 from container.strict_json import parse_object
-from runtime.sampling import Sampler
+from runtime.text.sampling import Sampler
 
 if TYPE_CHECKING:  # they load compiled code, which checking a file should not wait for
-    from runtime.gates import F32
+    from runtime.compute.gates import F32
     from runtime.state import SequenceState
 
 MAGIC = b"MOESESS\n"

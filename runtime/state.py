@@ -8,7 +8,7 @@ import numpy as np
 
 from container.errors import MoedockError
 from container.model import KdaConfig, MlaConfig, ModelConfig
-from runtime.gates import F32
+from runtime.compute.gates import F32
 
 
 class KdaState:

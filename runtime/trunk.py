@@ -1,7 +1,7 @@
 """The trunk of an opened container, tensor by tensor.
 
 `Trunk` refuses, in one message, a container that lacks tensors or has them in another shape, and gives those that are
-there as views of what `runtime.resident` holds. The embedding stays on disk: `EmbeddingRows` reads rows of it.
+there as views of what `runtime.disk.resident` holds. The embedding stays on disk: `EmbeddingRows` reads rows of it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from container.layout import TRUNK_NAME, TrunkFormat
 from container.manifest import TrunkEntry
 from container.reader import ContainerReader
 from container.trunk import unpack_rows
-from runtime.direct import DirectFiles
-from runtime.matrix import Matrix
-from runtime.resident import Progress, ResidentTrunk, check_crc
-from runtime.team import Team
+from runtime.compute.matrix import Matrix
+from runtime.compute.team import Team
+from runtime.disk.direct import DirectFiles
+from runtime.disk.resident import Progress, ResidentTrunk, check_crc
 
 F32 = npt.NDArray[np.float32]
 F16 = npt.NDArray[np.float16]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from container.errors import UsageError
 from container.layout import TOKENIZER_NAME
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from runtime.commands.streams import Streams
 
 if TYPE_CHECKING:
     from runtime.api import Answer, OpenModel
-    from runtime.generate import Outcome, Step
-    from runtime.tally import Statistics
+    from runtime.disk.tally import Statistics
+    from runtime.text.generate import Outcome, Step
 
 _ENDS = {
     "stop": "stop string",
@@ -81,7 +81,7 @@ def _show_ids(answer: Answer, streams: Streams) -> None:
 
 
 def _show_text(answer: Answer, streams: Streams) -> None:
-    from runtime.replies import Display
+    from runtime.text.replies import Display
 
     display = Display(dim=streams.out.isatty())
     last = ""

@@ -8,7 +8,7 @@ from time import perf_counter
 from runtime.commands import arguments as shared
 from runtime.commands.opening import opened
 from runtime.commands.streams import Streams
-from runtime.planning import memory_plan
+from runtime.memory.planning import memory_plan
 
 _EXAMPLES = """\
   python -m runtime bench model.waste

@@ -6,16 +6,16 @@ import argparse
 from typing import TYPE_CHECKING, Any, get_args
 
 from container.errors import MoedockError, UsageError
-from runtime.chat_xtml import Effort
 from runtime.commands import arguments as shared
 from runtime.commands.answering import show_answer
 from runtime.commands.opening import check_session, opened, resume
 from runtime.commands.streams import Streams
-from runtime.interrupt import Interruptible
+from runtime.text.chat_xtml import Effort
+from runtime.text.interrupt import Interruptible
 
 if TYPE_CHECKING:
     from runtime.api import OpenModel
-    from runtime.chat import Chat
+    from runtime.text.chat import Chat
 
 _PROMPT = "> "
 _EXAMPLES = """\

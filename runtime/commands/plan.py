@@ -7,8 +7,8 @@ import argparse
 from container.machine import memory_figures
 from runtime.commands import arguments as shared
 from runtime.commands.streams import Streams
-from runtime.plan_report import DISK_SPEEDS, plan_report, plan_text
-from runtime.planning import memory_plan
+from runtime.memory.planning import memory_plan
+from runtime.memory.report import DISK_SPEEDS, plan_report, plan_text
 
 _EXAMPLES = """\
   python -m runtime plan model.waste --ctx 32768

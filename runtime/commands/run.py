@@ -9,7 +9,7 @@ from runtime.commands import arguments as shared
 from runtime.commands.answering import show_answer
 from runtime.commands.opening import check_session, opened, resume
 from runtime.commands.streams import Streams
-from runtime.interrupt import Interruptible
+from runtime.text.interrupt import Interruptible
 
 _EXAMPLES = """\
   python -m runtime run model.waste "The capital of France is" -n 40

@@ -10,7 +10,7 @@ from container.manifest import Manifest
 from container.model import ModelConfig
 from runtime.commands import arguments as shared
 from runtime.commands.streams import Streams
-from runtime.tokenizer import Token, Tokenizer, detokenize, tokenize
+from runtime.text.tokenizer import Token, Tokenizer, detokenize, tokenize
 
 _EXAMPLES = """\
   python -m runtime tokenize model.waste "The library"

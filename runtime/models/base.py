@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from runtime.gates import F32
+from runtime.compute.gates import F32
 from runtime.models.recall import Recall
 from runtime.state import SequenceState
 

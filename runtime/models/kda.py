@@ -15,13 +15,13 @@ import numpy as np
 from container.errors import FormatError
 from container.layout import align_up
 from container.model import L2_NORM_EPS, KdaConfig, ModelConfig
-from runtime import delta_kernels, gates, row_kernels
-from runtime.gates import F32
-from runtime.matrix import Matrix, multiply_all
+from runtime.compute import delta_kernels, gates, row_kernels
+from runtime.compute.gates import F32
+from runtime.compute.matrix import Matrix, multiply_all
+from runtime.compute.team import Team
+from runtime.memory.scratch import BLOCK_TOKENS
 from runtime.models.mlp import RmsNorm
-from runtime.scratch import BLOCK_TOKENS
 from runtime.state import KdaState
-from runtime.team import Team
 from runtime.trunk import Needs, Trunk, dimensions
 
 _A_LOG_MULTIPLE = 128  # K3 pads its vector of one number per head with zeros to a multiple of this

@@ -11,9 +11,12 @@ from functools import partial
 
 from container.model import ModelConfig
 from container.reader import ContainerReader
-from runtime.gates import F32
-from runtime.matrix import Matrix
-from runtime.memory import EMBEDDING_NAME
+from runtime.compute.gates import F32
+from runtime.compute.matrix import Matrix
+from runtime.compute.products import one_blas_thread
+from runtime.compute.team import Team
+from runtime.disk.store import ExpertStore
+from runtime.memory.plan import EMBEDDING_NAME
 from runtime.models.base import StepTrace
 from runtime.models.kda import DeltaAttention
 from runtime.models.mla import LatentAttention
@@ -21,10 +24,7 @@ from runtime.models.mlp import GatedMlp, RmsNorm, activation
 from runtime.models.moe import SparseMlp
 from runtime.models.recall import Recall
 from runtime.models.residuals import AttentionResiduals, MixedStream, PlainStream, Stream
-from runtime.products import one_blas_thread
 from runtime.state import KdaState, LatentCache, SequenceState
-from runtime.store import ExpertStore
-from runtime.team import Team
 from runtime.trunk import EmbeddingRows, Needs, Trunk, dimensions
 
 _FINAL_NORM = "model.norm.weight"

@@ -13,12 +13,12 @@ from functools import partial
 import numpy as np
 
 from container.model import LATENT_NORM_EPS, MlaConfig, ModelConfig
-from runtime import attention_kernels, products, row_kernels
-from runtime.gates import F32
+from runtime.compute import attention_kernels, products, row_kernels
+from runtime.compute.gates import F32
+from runtime.compute.team import Team
+from runtime.memory.scratch import BLOCK_POSITIONS, TILE_QUERIES
 from runtime.models.mlp import RmsNorm
-from runtime.scratch import BLOCK_POSITIONS, TILE_QUERIES
 from runtime.state import LatentCache
-from runtime.team import Team
 from runtime.trunk import Needs, Trunk, dimensions
 
 

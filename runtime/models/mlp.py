@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from container.model import ModelConfig
-from runtime import gates
-from runtime.gates import F32, Activation
-from runtime.matrix import Matrix, multiply_all
-from runtime.products import buffers
-from runtime.team import Team
+from runtime.compute import gates
+from runtime.compute.gates import F32, Activation
+from runtime.compute.matrix import Matrix, multiply_all
+from runtime.compute.products import buffers
+from runtime.compute.team import Team
 from runtime.trunk import Needs, Trunk, dimensions
 
 

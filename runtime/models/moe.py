@@ -9,16 +9,16 @@ import numpy.typing as npt
 
 from container.model import ModelConfig, MoeConfig
 from container.reader import ContainerReader
-from runtime import gates
-from runtime.expert_products import ExpertProducts
-from runtime.experts import LayerCodebooks
-from runtime.gates import F32
-from runtime.matrix import Matrix
+from runtime.compute import gates
+from runtime.compute.expert_products import ExpertProducts
+from runtime.compute.experts import LayerCodebooks
+from runtime.compute.gates import F32
+from runtime.compute.matrix import Matrix
+from runtime.compute.team import Team
+from runtime.disk.store import ExpertStore, Request
 from runtime.models.base import StepTrace
 from runtime.models.mlp import GatedMlp, RmsNorm, activation
 from runtime.models.recall import Recall
-from runtime.store import ExpertStore, Request
-from runtime.team import Team
 from runtime.trunk import Needs, Trunk, dimensions
 
 _RENORM_TOLERANCE = np.float32(1e-20)  # docs/MODELS.md 3.5

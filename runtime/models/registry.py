@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from container.reader import ContainerReader
+from runtime.compute.team import Team
+from runtime.disk.store import ExpertStore
 from runtime.models.base import Model
 from runtime.models.kimi import KimiModel, tensor_needs
-from runtime.store import ExpertStore
-from runtime.team import Team
 from runtime.trunk import Trunk
 
 

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 
 from container.model import ModelConfig
-from runtime import row_kernels
-from runtime.gates import F32
-from runtime.team import Team
+from runtime.compute import row_kernels
+from runtime.compute.gates import F32
+from runtime.compute.team import Team
 from runtime.trunk import Needs, Trunk, dimensions
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from runtime.cache import SlotTable
-from runtime.eviction import EvictionPolicy
+from runtime.disk.cache import SlotTable
+from runtime.disk.eviction import EvictionPolicy
 
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "kimi-linear" / "routing_trace_300.jsonl"
 N_EXPERTS = 256

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.disk_speed import compare_cold_reads, plain_read
+from runtime.disk.disk_speed import compare_cold_reads, plain_read
 from runtime.engine import Engine
 from runtime.models import StepTrace
 from runtime.options import RunOptions

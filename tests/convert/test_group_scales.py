@@ -13,7 +13,7 @@ from container.reader import ContainerReader
 from container.trunk import GROUPED, amax_scales, pack_rows, unpack_rows
 from convert.arch import detect
 from convert.group_scales import searched_scales
-from runtime.matrix import Matrix
+from runtime.compute.matrix import Matrix
 from tests.checkpoints import checkpoint_tensors, logical_tensor
 from tests.strategies import weights
 from validate.reference.decode import decode_trunk_rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runtime.direct import DirectFiles
+from runtime.disk.direct import DirectFiles
 
 
 def direct_files(folder: Path) -> DirectFiles:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from runtime.team import Team
+from runtime.compute.team import Team
 from tests.runtime.oracle import F64
 
 F32 = npt.NDArray[np.float32]

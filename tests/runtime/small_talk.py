@@ -11,8 +11,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from runtime.generate import Conversation, Generation, Step
-from runtime.tokenizer import Tokenizer
+from runtime.text.generate import Conversation, Generation, Step
+from runtime.text.tokenizer import Tokenizer
 from tests.checkpoints.tokenizer import N_TOKENS, rank_file, special_tokens
 
 F32 = npt.NDArray[np.float32]

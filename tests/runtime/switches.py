@@ -11,7 +11,7 @@ import torch
 
 from container.reader import ContainerReader
 from runtime.engine import Engine, Evaluation
-from runtime.memory import plan_memory
+from runtime.memory.plan import plan_memory
 from runtime.options import RunOptions
 from tests.runtime.test_engine import relative_error
 from validate.reference.model import forward

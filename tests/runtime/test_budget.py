@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from container.errors import MoedockError
 from container.machine import MemoryFigures
-from runtime.budget import choose_budget
-from runtime.memory import SLOT_NOTES_BYTES, MemoryPlan
-from runtime.plan_report import plan_report, plan_text
+from runtime.memory.budget import choose_budget
+from runtime.memory.plan import SLOT_NOTES_BYTES, MemoryPlan
+from runtime.memory.report import plan_report, plan_text
 
 GIB = 1 << 30
 

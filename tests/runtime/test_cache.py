@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from runtime.cache import SlotState, SlotTable, minimum_slots
-from runtime.eviction import EvictionPolicy
+from runtime.disk.cache import SlotState, SlotTable, minimum_slots
+from runtime.disk.eviction import EvictionPolicy
 
 N_EXPERTS = 6
 

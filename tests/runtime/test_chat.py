@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.errors import FormatError, MoedockError
-from runtime.chat import Chat, load_chat
-from runtime.chat_format import ChatFormat, KimiFormat, MarkerFormat, Message, Segment, encode
-from runtime.chat_xtml import XtmlFormat, response_format_note
-from runtime.generate import Conversation, Generation
-from runtime.replies import Display, Piece
+from runtime.text.chat import Chat, load_chat
+from runtime.text.chat_format import ChatFormat, KimiFormat, MarkerFormat, Message, Segment, encode
+from runtime.text.chat_xtml import XtmlFormat, response_format_note
+from runtime.text.generate import Conversation, Generation
+from runtime.text.replies import Display, Piece
 from tests.checkpoints.tokenizer import N_RANKS
 from tests.runtime.small_talk import Parrot, Seen, all_steps, says, tokenizer
 

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from container.errors import FormatError
-from runtime import direct
-from runtime.direct import DirectFiles, arena
+from runtime.disk import direct
+from runtime.disk.direct import DirectFiles, arena
 
 SIZE = 5 * 4096 + 1234
 CONTENT = np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8).tobytes()

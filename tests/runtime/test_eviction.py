@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.eviction import EvictionPolicy
+from runtime.disk.eviction import EvictionPolicy
 from tests.benchmarks import cache_trace
 
 LAYERS, N_EXPERTS = (1, 2, 4), 4
@@ -28,7 +28,7 @@ passes = st.lists(
 
 
 def slow_scores(calls: Passes) -> list[float]:
-    """The formula of `runtime.eviction`, one past use at a time; a chunk's uses are spread evenly over its tokens."""
+    """The formula of `runtime.disk.eviction`, one past use at a time; a chunk's uses spread evenly over its tokens."""
     now, position, uses = 0, len(LAYERS) - 1, []
     for turn, experts, n_tokens in calls:
         if turn <= position:

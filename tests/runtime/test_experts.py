@@ -15,10 +15,10 @@ from container.indices import index_bytes, pack_indices
 from container.layout import EXPERT_QUANTS, VEC_DIM, ExpertQuant
 from container.model import KINDS
 from container.records import ExpertRecord
-from runtime import experts, lanes
-from runtime.experts import LayerCodebooks
-from runtime.gates import Activation
-from runtime.team import Team
+from runtime.compute import experts, lanes
+from runtime.compute.experts import LayerCodebooks
+from runtime.compute.gates import Activation
+from runtime.compute.team import Team
 from tests.runtime.kernel_checks import F32, ONE, close, normal, seeds, teams
 from tests.runtime.oracle import dense_expert_matrix, sigmoid, situ
 from tests.strategies import quants

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.errors import FormatError, MoedockError, UsageError
-from runtime.end_tokens import end_ids
-from runtime.generate import Conversation, Generation
-from runtime.interrupt import Interruptible
-from runtime.replies import TextReader
-from runtime.sampling import Sampler, Sampling
+from runtime.text.end_tokens import end_ids
+from runtime.text.generate import Conversation, Generation
+from runtime.text.interrupt import Interruptible
+from runtime.text.replies import TextReader
+from runtime.text.sampling import Sampler, Sampling
 from tests.checkpoints.tokenizer import N_RANKS, N_TOKENS
 from tests.runtime.small_talk import Parrot, Seen, all_steps, says, tokenizer
 

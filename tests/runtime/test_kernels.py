@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime import gates
-from runtime.attention_kernels import latent_attention
-from runtime.delta_kernels import decay_bounded, decay_softplus, delta_step
-from runtime.gates import Activation
-from runtime.team import Team
+from runtime.compute import gates
+from runtime.compute.attention_kernels import latent_attention
+from runtime.compute.delta_kernels import decay_bounded, decay_softplus, delta_step
+from runtime.compute.gates import Activation
+from runtime.compute.team import Team
 from tests.runtime.kernel_checks import ONE, close, normal, seeds, teams
 from tests.runtime.oracle import causal_softmax, delta_rule, rms, sigmoid, situ
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from container.layout import TrunkFormat
 from container.trunk import pack_rows, unpack_rows
-from runtime import lanes, matrix
-from runtime.matrix import Matrix, multiply_all
-from runtime.team import Team
+from runtime.compute import lanes, matrix
+from runtime.compute.matrix import Matrix, multiply_all
+from runtime.compute.team import Team
 from tests.runtime.kernel_checks import F32, ONE, close, normal, seeds, teams
 from tests.runtime.oracle import F64
 

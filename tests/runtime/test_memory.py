@@ -29,7 +29,7 @@ from container.model import ModelConfig, canonical_config
 from container.reader import ContainerReader
 from container.records import RecordLayout
 from container.trunk import trunk_size
-from runtime.memory import EMBEDDING_NAME, MemoryPlan, merged_ranges, plan_memory, resident_entries
+from runtime.memory.plan import EMBEDDING_NAME, MemoryPlan, merged_ranges, plan_memory, resident_entries
 from runtime.models.kimi import tensor_needs
 from runtime.options import RunOptions
 from runtime.state import SequenceState
@@ -234,5 +234,6 @@ FIXED = plan_memory(k3_manifest(TrunkFormat.Q8G), real_k3(), RunOptions(), n_thr
 
 
 def test_planning_needs_no_compiled_code() -> None:
-    code = "import sys, runtime.memory, runtime.budget, runtime.plan_report; sys.exit('numba' in sys.modules)"
+    modules = "runtime.memory.plan, runtime.memory.budget, runtime.memory.report"
+    code = f"import sys, {modules}; sys.exit('numba' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

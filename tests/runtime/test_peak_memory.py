@@ -12,9 +12,9 @@ import pytest
 
 from container.errors import MoedockError
 from container.reader import ContainerReader
-from runtime import products
+from runtime.compute import products
 from runtime.engine import Engine
-from runtime.memory import MemoryPlan, plan_memory
+from runtime.memory.plan import MemoryPlan, plan_memory
 from runtime.options import RunOptions
 from tests.containers import build_container, kimi_linear_config
 

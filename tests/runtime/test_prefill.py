@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime import row_kernels
+from runtime.compute import row_kernels
 from runtime.engine import Engine, Evaluation
 from runtime.models import kda
 from runtime.models.mla import LatentAttention

@@ -16,11 +16,11 @@ from container.indices import pack_indices
 from container.layout import EXPERT_QUANTS, VEC_DIM, ExpertQuant, TrunkFormat
 from container.records import ExpertRecord
 from container.trunk import pack_rows, unpack_rows
-from runtime import elementary, products
-from runtime.expert_products import ExpertProducts
-from runtime.gates import F32, Activation
-from runtime.matrix import Matrix
-from runtime.team import Team
+from runtime.compute import elementary, products
+from runtime.compute.expert_products import ExpertProducts
+from runtime.compute.gates import F32, Activation
+from runtime.compute.matrix import Matrix
+from runtime.compute.team import Team
 from tests.runtime.oracle import dense_expert_matrix, sigmoid, situ
 
 seeds = st.integers(0, 2**32 - 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from container.layout import TrunkFormat
-from runtime.memory import plan_memory
+from runtime.memory.plan import plan_memory
 from runtime.options import RunOptions
 from tests.runtime.test_memory import GIB, k3_manifest, real_k3
 

@@ -17,10 +17,10 @@ from container.errors import FormatError, IntegrityError
 from container.layout import ALIGNMENT, TRUNK_NAME, TrunkFormat
 from container.manifest import TrunkEntry
 from container.reader import ContainerReader
-from runtime import resident
-from runtime.memory import merged_ranges, resident_entries
-from runtime.resident import Progress, ResidentTrunk
-from runtime.team import Team
+from runtime.compute.team import Team
+from runtime.disk import resident
+from runtime.disk.resident import Progress, ResidentTrunk
+from runtime.memory.plan import merged_ranges, resident_entries
 from runtime.trunk import Trunk
 from tests.runtime.files import direct_files
 

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from container.errors import MoedockError, UsageError
-from runtime.sampling import Sampler, Sampling
+from runtime.text.sampling import Sampler, Sampling
 
 F32 = npt.NDArray[np.float32]
 

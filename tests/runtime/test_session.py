@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from container.errors import SessionError
 from container.model import ModelConfig, canonical_config
 from runtime import session
-from runtime.sampling import Sampler, Sampling
 from runtime.session import HEADER, Session
 from runtime.state import SequenceState
+from runtime.text.sampling import Sampler, Sampling
 from tests.containers import kimi_linear_config
 
 MODEL = ModelConfig.from_config(canonical_config(kimi_linear_config(num_hidden_layers=2)))

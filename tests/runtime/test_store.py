@@ -23,9 +23,9 @@ from container.layout import USAGE_NAME, bank_name
 from container.reader import ContainerReader
 from container.records import ExpertRecord
 from container.usage import read_usage
-from runtime import disk_speed
-from runtime.direct import DirectFiles
-from runtime.store import ExpertStore
+from runtime.disk import disk_speed
+from runtime.disk.direct import DirectFiles
+from runtime.disk.store import ExpertStore
 
 N_EXPERTS, TOP_K = 8, 2
 LAYERS = (1, 2, 3, 4)
@@ -450,7 +450,7 @@ def test_counts_of_no_use_are_a_line_and_no_more(own: Path, monkeypatch: pytest.
     (own / USAGE_NAME).write_bytes(b"something else, but long enough")
     with ContainerReader.open(own) as reader, opened(reader, learn=True, notice=lines.append) as store:
         taken(store, 1, [0, 1])
-        monkeypatch.setattr("runtime.learning.write_usage", refuse)
+        monkeypatch.setattr("runtime.disk.learning.write_usage", refuse)
     assert [line.split(": ")[0] for line in lines] == [str(own / USAGE_NAME)] * 2
     assert "ignored, the expert cache starts empty" in lines[0]
     assert "cannot be written (no room)" in lines[1]

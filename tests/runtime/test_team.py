@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.team import Team
+from runtime.compute.team import Team
 
 PATIENCE_S = 30
 

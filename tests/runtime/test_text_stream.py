@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from container.errors import UsageError
-from runtime.text_stream import TextStream
+from runtime.text.text_stream import TextStream
 
 # few letters, so that stop strings occur, overlap and nearly occur
 TEXT = st.text(st.sampled_from("aabbc é漢😀\n"), max_size=40)

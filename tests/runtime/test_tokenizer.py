@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from container.errors import FormatError, MoedockError
-from runtime import tokenizer as module
-from runtime.tokenizer import PRE_TOKENISER, Token, Tokenizer, detokenize, tokenize
+from runtime.text import tokenizer as module
+from runtime.text.tokenizer import PRE_TOKENISER, Token, Tokenizer, detokenize, tokenize
 from tests.checkpoints.tokenizer import N_RANKS, TEXT, rank_file, special_tokens
 from tests.runtime import small_talk
 from tests.runtime.conftest import tokenizer_files

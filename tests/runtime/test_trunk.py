@@ -15,7 +15,7 @@ from container.layout import TrunkFormat
 from container.reader import ContainerReader
 from container.trunk import unpack_rows
 from runtime import trunk as trunk_module
-from runtime.team import Team
+from runtime.compute.team import Team
 from runtime.trunk import Trunk, dimensions
 from tests.containers import build_container, kimi_linear_config
 from tests.runtime.files import direct_files

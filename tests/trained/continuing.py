@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from container.checkpoint import Checkpoint
 from container.model import ModelConfig, canonical_config
 from runtime.engine import Engine
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from tests.trained.measuring import tokenizer_of
 from validate.reference.model import forward
 from validate.reference.sources import CheckpointTensors

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from container.checkpoint import Checkpoint
 from container.model import ModelConfig, canonical_config
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from tests.trained.batches import run_batch
 from validate.reference.sources import CheckpointTensors
 from validate.reference.tensors import KeptTensors

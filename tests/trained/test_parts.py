@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from container.model import ModelConfig, canonical_config
-from runtime.tokenizer import PRE_TOKENISER
+from runtime.text.tokenizer import PRE_TOKENISER
 from tests.checkpoints import pack_mxfp4, unpack_mxfp4
 from tests.trained.batches import attention_by_pieces, run_batch
 from tests.trained.continuing import continued

@@ -14,7 +14,7 @@ from typing import Any
 
 import regex
 
-from runtime.tokenizer import PRE_TOKENISER, Tokenizer
+from runtime.text.tokenizer import PRE_TOKENISER, Tokenizer
 
 SPECIAL_OFFSETS = {
     0: "[BOS]",

@@ -16,8 +16,8 @@ from container.checkpoint import Checkpoint
 from container.errors import UsageError
 from container.reader import ContainerReader
 from container.records import ExpertRecord
+from runtime.disk.loading import SlotLoader
 from runtime.engine import Engine, Evaluation
-from runtime.loading import SlotLoader
 from runtime.models import mla
 from tests.validate.conftest import Converted
 from tests.validate.small_models import small_model

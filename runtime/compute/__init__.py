@@ -1,0 +1,1 @@
+"""Arithmetic on weights as they are stored, spread over a team of threads."""

@@ -1,0 +1,1 @@
+"""What is read from disk: files past the page cache, the resident trunk, the expert cache and its readers."""
