@@ -1,15 +1,16 @@
-"""What every command does around its work: output that any terminal takes, signals, and exit codes for errors."""
+"""What commands share: token ids as arguments, output that any terminal takes, signals, exit codes for errors."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from container.errors import MoedockError
+from container.errors import MoedockError, shown
 
 FAILED = MoedockError.exit_code
 INTERRUPTED = 130
@@ -21,12 +22,11 @@ def exit_code_of(work: Callable[[], int], interrupted: str = "interrupted") -> i
     An error of ours, or of the system (a path that it refuses, a full disk), becomes one line on stderr and the
     error's code (1; 2 for usage); Ctrl-C and SIGTERM become the line `interrupted` and 130.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a path may be no text, a terminal know less than Unicode
-            stream.reconfigure(errors="backslashreplace")
+    _take_any_streams()
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = work()
+        with _interruptions_that_come_through():
+            code = work()
         sys.stdout.flush()
         return code
     except MoedockError as error:
@@ -39,6 +39,54 @@ def exit_code_of(work: Callable[[], int], interrupted: str = "interrupted") -> i
         return FAILED
     except OSError as error:
         return _failed(str(error), FAILED)
+
+
+def _take_any_streams() -> None:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the process was started without it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path may be no text, a terminal know less than Unicode
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def _interruptions_that_come_through() -> Iterator[None]:
+    """Python drops a KeyboardInterrupt in a callback from C, as compilers make: what fails then was interrupted too."""
+    dropped = False
+    show = sys.unraisablehook
+
+    def note(problem: sys.UnraisableHookArgs) -> None:
+        nonlocal dropped
+        if issubclass(problem.exc_type, KeyboardInterrupt):
+            dropped = True
+        else:
+            show(problem)
+
+    sys.unraisablehook = note
+    try:
+        yield
+    except Exception:
+        if dropped:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        sys.unraisablehook = show
+
+
+def leave(code: int) -> int:
+    """`code`, for a process that has nothing left to do: from here on a signal ends it at once, without a traceback."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    return code
+
+
+def token_ids(text: str) -> list[int]:
+    """Ids separated by commas or spaces, as an argument's type."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no list of whole numbers such as 1,2,3") from None
 
 
 def _failed(line: str, code: int, mark: str = "error: ") -> int:

@@ -8,6 +8,7 @@ kill or a power cut leaves behind is either absent or whole.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -15,14 +16,18 @@ from pathlib import Path
 from typing import BinaryIO
 
 TEMPORARY_SUFFIX = ".tmp"
+_NO_FILE = "it is there and no file"
 
 
 @contextlib.contextmanager
 def publishing(path: Path) -> Iterator[BinaryIO]:
     """Yield a binary file that appears at `path` only when the block ends without an exception.
 
-    On an exception the temporary file is removed and `path` stays as it was. Raises OSError as the system does.
+    On an exception the temporary file is removed and `path` stays as it was. Raises OSError as the system does, and for
+    a `path` that is there and no file: a rename would replace a device.
     """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EEXIST, _NO_FILE)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
     try:
         with temporary.open("xb") as file:
@@ -34,6 +39,17 @@ def publishing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def obstacle(path: Path) -> str | None:
+    """What stands against publishing at `path`, as far as that shows beforehand."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    if path.exists() and not path.is_file():
+        return _NO_FILE
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        return f"nothing can be written in the folder {path.parent}"
+    return None
 
 
 def publish_bytes(path: Path, data: bytes) -> None:

@@ -38,11 +38,7 @@ class ContainerReader:
     def open(cls, folder: Path) -> ContainerReader:
         """Open a finished container. Raises FormatError when manifest, config and files do not fit together."""
         manifest = Manifest.read(folder)
-        try:
-            model = ModelConfig.from_config(manifest.config)
-        except ConfigError as error:
-            raise FormatError(f"{folder}: manifest {error}") from None
-        reader = cls(folder, manifest, model)
+        reader = cls(folder, manifest, model_of(folder, manifest))
         try:
             reader._check_banks()
             reader._check_resident(TRUNK_NAME, reader.trunk_bytes)
@@ -201,3 +197,11 @@ class ContainerReader:
                 raise FormatError(f"{self.folder / name}: the file ended at byte {offset + done} while being read")
             done += count
         return buffer
+
+
+def model_of(folder: Path, manifest: Manifest) -> ModelConfig:
+    """The model that a container's manifest describes. Raises FormatError."""
+    try:
+        return ModelConfig.from_config(manifest.config)
+    except ConfigError as error:
+        raise FormatError(f"{folder}: manifest {error}") from None

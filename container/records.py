@@ -147,7 +147,10 @@ class ExpertRecord:
         if check_crc:
             found = zlib.crc32(data[EXPERT_HEADER.size : scales_end].data)
             if found != crc:
-                raise IntegrityError(f"{where}: crc32 is {found:#010x}, the header says {crc:#010x}: damaged record")
+                raise IntegrityError(
+                    f"{where}: crc32 is {found:#010x}, the header says {crc:#010x}: damaged record; fetch the file "
+                    "anew or convert the checkpoint again"
+                )
         indices = {
             kind: data[start : start + layout.index_bytes[kind]] for kind, start in zip(KINDS, offsets, strict=False)
         }

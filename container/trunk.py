@@ -21,6 +21,7 @@ F32Array = npt.NDArray[np.float32]
 F16Array = npt.NDArray[np.float16]
 Bytes = npt.NDArray[np.uint8]
 
+Q4G_ZERO = 8  # stored nibble of the value 0
 F16_LARGEST = np.float32(65504.0)
 F16_SMALLEST = np.float32(2.0**-24)
 
@@ -94,7 +95,7 @@ def pack_rows(rows: F32Array, fmt: TrunkFormat, scales: F16Array | None = None) 
     flat = values_i8.reshape(len(rows), -1)
     if grouped.bits == 8:
         return flat.view(np.uint8), scales
-    nibbles = (flat + 8).astype(np.uint8)
+    nibbles = (flat + Q4G_ZERO).astype(np.uint8)
     packed: Bytes = nibbles[:, 0::2] | (nibbles[:, 1::2] << np.uint8(4))
     return packed, scales
 
@@ -107,7 +108,7 @@ def unpack_rows(values: Bytes, scales: F16Array, cols: int, fmt: TrunkFormat) ->
         integers = values.view(np.int8).astype(np.float32)
     else:
         nibbles = np.stack([values & 15, values >> 4], axis=-1).reshape(len(values), -1)
-        integers = nibbles.astype(np.float32) - 8
+        integers = nibbles.astype(np.float32) - Q4G_ZERO
     groups = integers.reshape(len(values), -1, GROUP_SIZE) * scales.astype(np.float32)[..., None]
     return cast(F32Array, groups.reshape(len(values), -1)[:, :cols])
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from container.command import exit_code_of
+from container.command import exit_code_of, leave
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -104,4 +104,4 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(leave(main()))

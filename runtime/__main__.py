@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import sys
 from collections.abc import Sequence
 
-from container.command import exit_code_of
-from runtime.commands import parse
-from runtime.commands.streams import Streams
+from container.command import exit_code_of, leave
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+    return exit_code_of(lambda: _work(argv))
+
+
+def _work(argv: Sequence[str] | None) -> int:
+    # imported only now: Ctrl-C while modules are loaded is Ctrl-C too
+    from runtime.commands import parse
+    from runtime.commands.streams import Streams
+
     arguments = parse(argv)
-    return exit_code_of(lambda: _work(arguments))
-
-
-def _work(arguments: argparse.Namespace) -> int:
     if isinstance(sys.stdin, io.TextIOWrapper):  # what someone types or pipes may be no text
         sys.stdin.reconfigure(errors="replace")
     code: int = arguments.work(arguments, Streams(sys.stdin, sys.stdout, sys.stderr, _ask))
@@ -43,4 +44,4 @@ def _ask(prompt: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(leave(main()))

@@ -80,7 +80,7 @@ def bench(engine: Engine, *, n_prompt: int, n_tokens: int, n_readers: int) -> di
         "budget_bytes": engine.budget_bytes,
         "floor_bytes": engine.plan.floor_bytes,
         "cache_bytes": engine.plan.cache_bytes(engine.budget_bytes),
-        "peak_memory_bytes": peak_memory(),
+        "peak_memory_bytes": peak_memory(),  # of running: the reads below have memory of their own
         "threads": engine.plan.n_threads,
         "readers": n_readers,
         "context": engine.context,

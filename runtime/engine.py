@@ -47,12 +47,13 @@ class Engine:
         reader: ContainerReader,
         model: Model,
         store: ExpertStore,
-        team: Team,
-        files: DirectFiles,
         plan: MemoryPlan,
+        *,
         budget_bytes: int,
         options: RunOptions,
+        opened: ExitStack,
     ) -> None:
+        """`opened` closes all that is open."""
         self.reader = reader
         self.store = store
         self.plan = plan
@@ -60,8 +61,7 @@ class Engine:
         self.chunk = options.chunk  # tokens that are taken at once
         self.context = options.context  # tokens that a new state has room for
         self._model = model
-        self._team = team
-        self._files = files
+        self._opened = opened
 
     @classmethod
     def open(
@@ -106,17 +106,9 @@ class Engine:
             )
             opened.callback(store.close)
             model = load_model(reader, trunk, store, team, lookahead=options.lookahead)
-            opened.pop_all()
-        return cls(
-            reader,
-            model,
-            store=store,
-            team=team,
-            files=files,
-            plan=plan,
-            budget_bytes=budget.n_bytes,
-            options=options,
-        )
+            return cls(
+                reader, model, store, plan, budget_bytes=budget.n_bytes, options=options, opened=opened.pop_all()
+            )
 
     def __enter__(self) -> Engine:
         return self
@@ -126,10 +118,7 @@ class Engine:
 
     def close(self) -> None:
         """End the threads and close the container's files."""
-        self.store.close()
-        self._team.close()
-        self._files.close()
-        self.reader.close()
+        self._opened.close()
 
     @property
     def vocab_size(self) -> int:
@@ -162,20 +151,27 @@ class Engine:
         return logits
 
     def evaluate(
-        self, ids: Sequence[int], *, state: SequenceState | None = None, trace: bool = False, last_only: bool = False
+        self,
+        ids: Sequence[int],
+        *,
+        state: SequenceState | None = None,
+        trace: bool = False,
+        last_only: bool = False,
+        one_by_one: bool = False,
     ) -> Evaluation:
-        """Take T tokens, from `state` on or from the beginning. Raises what `step` raises, before anything is computed.
+        """Take T tokens, from `state` on or from the beginning, a chunk at a time or, if so wished, one by one.
 
-        `last_only` leaves out the logits of all positions but the last: [1, vocabulary].
+        `last_only` leaves out the logits of all positions but the last: [1, vocabulary]. Raises what `step` raises,
+        for ids and room before anything is computed.
         """
         state = self.new_state() if state is None else state
         self._check(state, ids)
         logits = np.empty((min(1, len(ids)) if last_only else len(ids), self.vocab_size), dtype=np.float32)
-        first = len(ids) - len(logits)
+        first, chunk = len(ids) - len(logits), 1 if one_by_one else self.chunk
         traces = []
         with np.errstate(all="ignore"):  # damaged weights may be NaN or infinite: then so are the logits
-            for start in range(0, len(ids), self.chunk):
-                part = ids[start : start + self.chunk]
+            for start in range(0, len(ids), chunk):
+                part = ids[start : start + chunk]
                 traces.append(StepTrace() if trace else None)
                 hidden = self._model.advance(state, part, traces[-1])
                 asked = hidden[max(0, first - start) :]

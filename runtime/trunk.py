@@ -17,12 +17,12 @@ from container.layout import TRUNK_NAME, TrunkFormat
 from container.manifest import TrunkEntry
 from container.reader import ContainerReader
 from container.trunk import unpack_rows
-from runtime.compute.matrix import Matrix
+from runtime.compute.gates import F32
+from runtime.compute.matrix import Matrix, aligned
 from runtime.compute.team import Team
 from runtime.disk.direct import DirectFiles
 from runtime.disk.resident import Progress, ResidentTrunk, check_crc
 
-F32 = npt.NDArray[np.float32]
 F16 = npt.NDArray[np.float16]
 U8 = npt.NDArray[np.uint8]
 Shape = tuple[int, ...]
@@ -108,11 +108,11 @@ class Trunk:
         return Matrix(values, scales, entry.shape[-1], entry.fmt, self._team)
 
     def array(self, name: str) -> F32:
-        """A loaded tensor as f32 in its own shape: F32 as it is, not copied, others widened. Raises FormatError."""
+        """A loaded tensor as f32 in its own shape: F32 as it is, others widened. Raises FormatError."""
         entry = self._reader.entry(name)
         values, scales = self._stored(entry)
         if entry.fmt is TrunkFormat.F32:
-            return values.view("<f4").reshape(entry.shape)
+            return aligned(values.view("<f4")).reshape(entry.shape)
         return unpack_rows(values, scales, entry.shape[-1], entry.fmt).reshape(entry.shape)
 
     def embedding(self, name: str) -> EmbeddingRows:
@@ -130,17 +130,12 @@ class Trunk:
     def _stored(self, entry: TrunkEntry) -> tuple[U8, F16]:
         """Values [rows, row_bytes] and scales [rows, groups] ([rows, 0] for F32) of a tensor in memory."""
         size, content = entry.size, self._resident.content(entry)
-        values = _aligned(content[: size.values_bytes], 4 if entry.fmt is TrunkFormat.F32 else 1)
+        values = content[: size.values_bytes].reshape(size.rows, size.row_bytes)
         scales_start = 0 if entry.scale_offset is None else entry.scale_offset - entry.offset
-        scales = _aligned(content[scales_start : scales_start + size.rows * size.row_scale_bytes], 2)
-        return values.reshape(size.rows, size.row_bytes), scales.view("<f2").reshape(size.rows, -1)
+        scales = content[scales_start : scales_start + size.rows * size.row_scale_bytes]
+        return values, scales.view("<f2").reshape(size.rows, -1)
 
 
 def dimensions(needs: Mapping[str, Shape]) -> Needs:
     """Needs with one shape each."""
     return {name: (shape,) for name, shape in needs.items()}
-
-
-def _aligned(content: U8, alignment: int) -> U8:
-    """`content`, copied where a writer that aligns nothing put it at an odd place."""
-    return content.copy() if content.ctypes.data % alignment else content

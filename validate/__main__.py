@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from container.command import exit_code_of
+from container.command import exit_code_of, leave, token_ids
 from validate.render import report_text
 from validate.run import DEFAULT_TOLERANCE, DEFAULT_WINDOW, Options, validate
 
@@ -40,7 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--experts", type=int, metavar="N", help="compare only N experts of each layer with the checkpoint"
     )
-    parser.add_argument("--ids", type=_ids, metavar="ID,ID,…", help="the prompt to compare logits on, as token ids")
+    parser.add_argument(
+        "--ids", type=token_ids, metavar="ID,ID,…", help="the prompt to compare logits on, as token ids"
+    )
     parser.add_argument(
         "--text",
         metavar="FILE",
@@ -85,12 +87,5 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _ids(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of whole numbers such as 1,2,3") from None
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(leave(main()))

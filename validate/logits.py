@@ -1,14 +1,15 @@
 """The runtime against the PyTorch baseline on a container's own weights, and the converted model against the original.
 
-Runtime and baseline read the same bytes, so they must agree to rounding. Original and converted model differ by
-quantisation; that difference is measured (Kullback-Leibler divergence), not judged.
+Runtime and baseline read the same bytes, so they must agree to rounding, in both forms that the runtime has: a prompt
+taken in chunks, and token by token. Original and converted model differ by quantisation; that difference is measured
+(Kullback-Leibler divergence), not judged.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 import numpy as np
@@ -22,6 +23,8 @@ from container.model import ModelConfig
 from container.progress import ProgressReport
 from container.reader import ContainerReader
 from runtime.engine import Engine, Evaluation
+from runtime.memory.planning import memory_plan
+from runtime.options import RunOptions
 from validate.reference.model import ReferenceOutput, forward
 from validate.reference.sources import CheckpointTensors, ContainerTensors
 from validate.report import Findings, LogitsReport, PromptReport, RouterReport
@@ -35,7 +38,21 @@ N_TOP = 10
 # so it computes in f64: the error reported is the runtime's alone.
 REFERENCE_DTYPE = torch.float64
 
+CHUNKS, TOKEN_BY_TOKEN = "in chunks", "token by token"
+
 Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What the runtime makes of a prompt of T tokens in one of its forms, against the reference."""
+
+    name: str
+    logits_errors: Tensor  # [T]
+    layer_errors: Tensor  # [layers, T]
+    argmax_differs: list[int]  # positions
+    top_equal: Tensor  # [T]
+    routing_differs: list[tuple[int, int]]  # layer, position
 
 
 @dataclass(frozen=True)
@@ -43,11 +60,7 @@ class _Compared:
     """One prompt of T tokens."""
 
     ids: list[int]
-    logits_errors: Tensor  # [T]
-    layer_errors: Tensor  # [layers, T]
-    argmax_differs: list[int]  # positions
-    n_top_equal: int  # positions
-    routing_differs: list[tuple[int, int]]  # layer, position
+    forms: list[_Form]
     divergence: Tensor | None  # [T], nats
     n_top1_equal: int  # positions where original and converted agree
 
@@ -71,7 +84,7 @@ def check_logits(
     progress = ProgressReport(stream, "comparing logits", [len(prompt) for prompt in prompts], unit="token")
     compared = []
     try:
-        with Engine.open(reader.folder) as engine:
+        with open_engine(reader, max(map(len, prompts))) as engine:
             for number, prompt in enumerate(prompts):
                 original = _original_logits(checkpoint, reader.model, prompt, router, findings)
                 if original is None:
@@ -81,8 +94,18 @@ def check_logits(
     finally:
         progress.close()
     for one in compared:
-        _judge(one, tolerance, findings)
+        for form in one.forms:
+            _judge(form, len(one.ids), tolerance, findings)
     return _summary(compared, router.report(), tolerance, findings, time.monotonic() - started), findings
+
+
+def open_engine(reader: ContainerReader, context: int) -> Engine:
+    """The runtime with room for `context` tokens, in as little memory as it takes: the reference needs the rest.
+
+    Raises FormatError for an unusable container, MoedockError when the memory does not suffice.
+    """
+    options = RunOptions(context=context)
+    return Engine.open(reader.folder, replace(options, budget_bytes=memory_plan(reader.folder, options).floor_bytes))
 
 
 def default_prompts(vocab_size: int) -> list[list[int]]:
@@ -120,22 +143,30 @@ def _original_logits(
 
 
 def _compare(engine: Engine, reader: ContainerReader, original: Tensor | None, ids: list[int]) -> _Compared:
-    found = engine.evaluate(ids, trace=True)
     expected = forward(ContainerTensors(reader), reader.model, ids, dtype=REFERENCE_DTYPE)
+    forms = [_form(CHUNKS, engine.evaluate(ids, trace=True), expected)] if len(ids) > 1 else []
+    forms.append(_form(TOKEN_BY_TOKEN, engine.evaluate(ids, trace=True, one_by_one=True), expected))
+    return _Compared(
+        ids=ids,
+        forms=forms,
+        divergence=None if original is None else divergence(original, expected.logits),
+        n_top1_equal=0 if original is None else int((original.argmax(-1) == expected.logits.argmax(-1)).sum()),
+    )
+
+
+def _form(name: str, found: Evaluation, expected: ReferenceOutput) -> _Form:
     logits = torch.from_numpy(found.logits)
     layers = [
         relative_errors(torch.from_numpy(ours), theirs)
         for ours, theirs in zip(found.layers, expected.layers, strict=True)
     ]
-    return _Compared(
-        ids=ids,
+    return _Form(
+        name,
         logits_errors=relative_errors(logits, expected.logits),
         layer_errors=torch.stack(layers),
         argmax_differs=(logits.argmax(-1) != expected.logits.argmax(-1)).nonzero().flatten().tolist(),
-        n_top_equal=int((_top(logits) == _top(expected.logits)).all(-1).sum()),
+        top_equal=(_top(logits) == _top(expected.logits)).all(-1),
         routing_differs=_routing_differences(found, expected),
-        divergence=None if original is None else divergence(original, expected.logits),
-        n_top1_equal=0 if original is None else int((original.argmax(-1) == expected.logits.argmax(-1)).sum()),
     )
 
 
@@ -153,9 +184,9 @@ def _routing_differences(found: Evaluation, expected: ReferenceOutput) -> list[t
     return different
 
 
-def _judge(one: _Compared, tolerance: float, findings: Findings) -> None:
-    """Problems of one prompt. A differing choice of experts comes first, since it explains the rest."""
-    where = f"logits, prompt of {len(one.ids)} tokens"
+def _judge(one: _Form, n_tokens: int, tolerance: float, findings: Findings) -> None:
+    """Problems of one form. A differing choice of experts comes first, since it explains the rest."""
+    where = f"logits, prompt of {n_tokens} tokens {one.name}"
     if one.routing_differs:
         layer, position = one.routing_differs[0]
         findings.problem(
@@ -182,18 +213,28 @@ def _summary(
     compared: list[_Compared], router: RouterReport, tolerance: float, findings: Findings, seconds: float
 ) -> LogitsReport:
     n_positions = sum(len(one.ids) for one in compared)
+    forms = [form for one in compared for form in one.forms]
+    chunked = [form for form in forms if form.name == CHUNKS]
+    n_top_equal = sum(int(torch.stack([form.top_equal for form in one.forms]).all(0).sum()) for one in compared)
     divergences = [one.divergence for one in compared if one.divergence is not None]
     return LogitsReport(
         ok=findings.ok,
         tolerance=tolerance,
-        relative_error=float(torch.cat([one.logits_errors for one in compared]).max()),  # NaN stays NaN
-        per_layer=torch.cat([one.layer_errors for one in compared], dim=1).amax(dim=1).tolist(),
-        argmax_equal=not any(one.argmax_differs for one in compared),
-        top10_equal=sum(one.n_top_equal for one in compared) / n_positions,
-        routing_equal=not any(one.routing_differs for one in compared),
+        relative_error=_worst(forms),
+        chunks_error=_worst(chunked) if chunked else None,
+        token_by_token_error=_worst([form for form in forms if form.name == TOKEN_BY_TOKEN]),
+        per_layer=torch.cat([form.layer_errors for form in forms], dim=1).amax(dim=1).tolist(),
+        argmax_equal=not any(form.argmax_differs for form in forms),
+        top10_equal=n_top_equal / n_positions,
+        routing_equal=not any(form.routing_differs for form in forms),
         kl=float(torch.cat(divergences).mean()) if divergences else None,
         top1_agreement=sum(one.n_top1_equal for one in compared) / n_positions if divergences else None,
         router=router if divergences else None,
-        prompts=[PromptReport(ids=one.ids, relative_error=float(one.logits_errors.max())) for one in compared],
+        prompts=[PromptReport(ids=one.ids, relative_error=_worst(one.forms)) for one in compared],
         seconds=seconds,
     )
+
+
+def _worst(forms: list[_Form]) -> float:
+    """The largest error of the logits, NaN where there is one."""
+    return float(torch.cat([form.logits_errors for form in forms]).max())

@@ -62,8 +62,8 @@ def _logits_lines(logits: LogitsReport) -> list[str]:
     lines = [
         f"logits: {_verdict(logits.ok)}; runtime against reference, {len(logits.prompts)} prompts, {n_positions} "
         f"positions, in {_seconds(logits.seconds)}",
-        f"  relative error {logits.relative_error:.2e} (tolerance {logits.tolerance:.0e}); largest after a layer "
-        f"{logits.per_layer[layer]:.2e} (layer {layer})",
+        f"  relative error {logits.relative_error:.2e} ({_forms(logits)}; tolerance {logits.tolerance:.0e}); largest "
+        f"after a layer {logits.per_layer[layer]:.2e} (layer {layer})",
         f"  argmax {'equal' if logits.argmax_equal else 'NOT equal'} at every position; top-10 sets equal at "
         f"{logits.top10_equal:.1%}; routing {'equal' if logits.routing_equal else 'NOT equal'}",
     ]
@@ -75,6 +75,12 @@ def _logits_lines(logits: LogitsReport) -> list[str]:
     if logits.router is not None:
         lines.append(f"  {_router_line(logits.router)}")
     return lines
+
+
+def _forms(logits: LogitsReport) -> str:
+    """The errors of the runtime's two forms."""
+    one_by_one = f"token by token {logits.token_by_token_error:.2e}"
+    return one_by_one if logits.chunks_error is None else f"in chunks {logits.chunks_error:.2e}, {one_by_one}"
 
 
 def _text_lines(text: TextReport) -> list[str]:

@@ -144,7 +144,9 @@ class LogitsReport:
 
     ok: bool
     tolerance: float
-    relative_error: float  # of the final logits
+    relative_error: float  # of the final logits, the worse of the runtime's two forms
+    chunks_error: float | None  # of prompts taken in chunks; None where all have one token
+    token_by_token_error: float  # of the same prompts, token by token
     per_layer: list[float]  # of the residual stream after each layer
     argmax_equal: bool  # at every position
     top10_equal: float  # share of positions whose ten likeliest tokens are the same set

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -38,7 +38,7 @@ class Options:
     logits: bool | None = None  # None: when the model is small
     tolerance: float = DEFAULT_TOLERANCE
     n_experts: int | None = None  # compared per layer; None: all
-    ids: tuple[int, ...] | None = None  # the one prompt; None: a few of our own
+    ids: Sequence[int] | None = None  # the one prompt; None: a few of our own
     workers: int | None = None  # None: as the machine allows
     text: Path | None = None  # what source and container are compared on
     window: int | None = None  # tokens read from an empty state; None: DEFAULT_WINDOW
@@ -57,6 +57,8 @@ class Options:
                 raise UsageError(f"{name} must be at least {least}, found {value}")
         if self.n_experts is not None and self.source is None:
             raise UsageError("--experts says how many experts to compare with the checkpoint; it needs --source")
+        if self.ids is not None and not self.ids:
+            raise UsageError("--ids is the prompt of the logits check; it needs at least one token")
         if self.ids is not None and self.logits is False:
             raise UsageError("--ids is the prompt of the logits check, which --no-logits leaves out")
         if self.text is not None and self.source is None:

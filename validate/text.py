@@ -1,7 +1,8 @@
 """What quantisation does to a model, measured on text: perplexity, divergence and first choices against the source.
 
-The source runs in the PyTorch baseline, the container in the runtime, as users run it. Both begin every window with an
-empty state and carry nothing over, so the first positions of a window are predicted from little and are hard for both.
+The source runs in the PyTorch baseline, the container in the runtime, which takes a window in chunks, like a prompt.
+Both begin every window with an empty state and carry nothing over, so the first positions of a window are predicted
+from little and are hard for both.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ from torch.nn import functional
 from container.checkpoint import Checkpoint
 from container.progress import ProgressReport
 from container.reader import ContainerReader
-from runtime.engine import Engine
 from validate.bootstrap import CONFIDENCE, F64, N_RESAMPLES, intervals
-from validate.logits import divergence
+from validate.logits import divergence, open_engine
 from validate.reference.model import forward
 from validate.reference.sources import CheckpointTensors, ContainerTensors
 from validate.reference.tensors import KeptTensors, TensorSource
@@ -76,7 +76,7 @@ def check_text(
     router, scores = RouterCount(stored, reader.model), []
     progress = ProgressReport(stream, "comparing text", [len(each.ids) for each in windows], unit="token")
     try:
-        with Engine.open(reader.folder) as engine:
+        with open_engine(reader, max(len(each.ids) for each in windows)) as engine:
             for number, each in enumerate(windows):
                 original = forward(source, reader.model, each.ids, dtype=SOURCE_DTYPE)
                 router.add(original)

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from container.byte_size import parse_bytes
+from container.command import token_ids
 from container.errors import MoedockError, UsageError, shown
 from runtime.commands.streams import Streams
 from runtime.options import RunOptions
+from runtime.text.sampling import Sampling
+from runtime.text.text_stream import TextStream
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"  # no generic class when it runs
 Work = Callable[[argparse.Namespace, Streams], int]
 
-DEFAULTS = RunOptions()
 STDIN = "-"
 MOST_DIGITS = 18
 
@@ -45,9 +47,14 @@ def add_json(parser: argparse.ArgumentParser, what: str = "print one JSON object
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
     """A prompt: TEXT, --file or --ids."""
-    parser.add_argument("text", nargs="?", metavar="TEXT", help="the prompt; - reads it from stdin")
-    parser.add_argument("--file", metavar="FILE", help="read the prompt from a UTF-8 file; - is stdin")
+    add_text(parser, "prompt")
     parser.add_argument("--ids", type=token_ids, metavar="ID,ID,…", help="the prompt as token ids")
+
+
+def add_text(parser: argparse.ArgumentParser, what: str) -> None:
+    """TEXT or --file."""
+    parser.add_argument("text", nargs="?", metavar="TEXT", help=f"the {what}; - reads it from stdin")
+    parser.add_argument("--file", metavar="FILE", help=f"read the {what} from a UTF-8 file; - is stdin")
 
 
 def add_opening(parser: argparse.ArgumentParser) -> None:
@@ -62,21 +69,21 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory and speed", "only --chunk changes a result, and that by rounding alone")
     add = group.add_argument
     default = "(default: %(default)s)"
-    add("--ctx", type=count, default=DEFAULTS.context, metavar="N", help=f"tokens there is room for {default}")
+    add("--ctx", type=count, default=RunOptions.context, metavar="N", help=f"tokens there is room for {default}")
     add("--budget", type=byte_size, metavar="SIZE", help="of all memory, like 24GiB (default: what can be spared)")
     add("--threads", type=count, metavar="N", help="threads that compute (default: one per available core)")
-    add("--readers", type=count, default=DEFAULTS.readers, metavar="N", help=f"threads that read {default}")
+    add("--readers", type=count, default=RunOptions.readers, metavar="N", help=f"threads that read {default}")
     add(
         "--lookahead",
         type=natural,
-        default=DEFAULTS.lookahead,
+        default=RunOptions.lookahead,
         metavar="N",
         help=f"experts of the next layer to read early {default}",
     )
     add(
         "--chunk",
         type=count,
-        default=DEFAULTS.chunk,
+        default=RunOptions.chunk,
         metavar="N",
         help=f"tokens of a prompt to take at once {default}",
     )
@@ -98,12 +105,13 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--temp",
         type=number,
-        default=0.0,
+        default=Sampling.temperature,
         metavar="T",
         help="0 takes the likeliest token (default), 1 draws by the model's own probabilities",
     )
-    group.add_argument("--top-p", type=number, default=1.0, metavar="P", help="draw from the likeliest share P only")
-    group.add_argument("--top-k", type=natural, default=0, metavar="K", help="draw from the K likeliest only")
+    add = group.add_argument
+    add("--top-p", type=number, default=Sampling.top_p, metavar="P", help="draw from the likeliest share P only")
+    add("--top-k", type=natural, default=Sampling.top_k, metavar="K", help="draw from the K likeliest only")
     group.add_argument(
         "--seed", type=natural, metavar="N", help="of the draws (default: another each time, or the session's)"
     )
@@ -125,9 +133,11 @@ def memory_options(arguments: argparse.Namespace) -> RunOptions:
 
 
 def choices(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of `generate` and `reply`."""
-    names = ("n", "top_p", "top_k", "seed", "stop")
-    return {"temperature": arguments.temp} | {name: getattr(arguments, name) for name in names}
+    """Keywords of `generate` and `reply`. Raises UsageError, before a trunk is read, for what these would refuse."""
+    sampling = {"temperature": arguments.temp} | {name: getattr(arguments, name) for name in ("top_p", "top_k", "seed")}
+    Sampling(**sampling)
+    TextStream(arguments.stop)
+    return sampling | {"n": arguments.n, "stop": arguments.stop}
 
 
 def prompt(arguments: argparse.Namespace, streams: Streams, *, needed: bool = True) -> str | list[int]:
@@ -159,14 +169,6 @@ def _decoded(data: bytes, where: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"{where}: is no UTF-8 text (byte {error.start})") from None
-
-
-def token_ids(text: str) -> list[int]:
-    """Ids separated by commas or spaces."""
-    try:
-        return [int(part) for part in text.replace(",", " ").split(" ") if part]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no list of whole numbers such as 1,2,3") from None
 
 
 def natural(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from time import perf_counter
 
+from container.errors import UsageError
 from runtime.commands import arguments as shared
 from runtime.commands.opening import opened
 from runtime.commands.streams import Streams
@@ -30,11 +31,16 @@ def add_parser(commands: shared.Commands) -> None:
 
 
 def work(arguments: argparse.Namespace, streams: Streams) -> int:
-    """Run it; the exit code."""
+    """Run it; the exit code. Raises UsageError for --cold with a budget."""
     # imported only now: --help should not wait for compiled code
     from runtime.bench import bench, bench_text
 
+    needed = arguments.prompt + arguments.n
+    if needed > arguments.ctx:
+        raise UsageError(f"--prompt and -n are {needed} tokens, --ctx has room for {arguments.ctx}")
     if arguments.cold:
+        if arguments.budget is not None:
+            raise UsageError("--cold takes the smallest budget; leave out --budget")
         arguments.budget = memory_plan(arguments.container, shared.memory_options(arguments)).floor_bytes
     start = perf_counter()
     with opened(arguments, streams) as model:

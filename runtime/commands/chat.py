@@ -40,6 +40,7 @@ def add_parser(commands: shared.Commands) -> None:
 
 def work(arguments: argparse.Namespace, streams: Streams) -> int:
     """Run it; the exit code. A session is saved after every answer."""
+    choices = shared.choices(arguments)
     check_session(arguments)
     with opened(arguments, streams) as model:
         if model.optional_tokenizer is None:
@@ -48,7 +49,6 @@ def work(arguments: argparse.Namespace, streams: Streams) -> int:
         _say_what_is_missing(model.chat(), arguments, streams)
         if arguments.system is not None and (model.ids or model.chat() is None):
             raise UsageError("--system goes with a chat format, and only before the first line")
-        choices = shared.choices(arguments)
         while (line := _next_line(streams)) is not None:
             if line.strip():
                 _answer(model, line, choices, arguments, streams)

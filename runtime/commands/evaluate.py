@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from container.errors import MoedockError, UsageError
 from container.progress import size
-from container.publish import publishing
+from container.publish import obstacle, publishing
 from runtime.commands import arguments as shared
 from runtime.commands.opening import opened
 from runtime.commands.streams import Streams
@@ -45,8 +45,9 @@ def add_parser(commands: shared.Commands) -> None:
 def work(arguments: argparse.Namespace, streams: Streams) -> int:
     """Run it; the exit code."""
     dump: Path | None = arguments.dump_logits
-    if dump is not None and not dump.parent.is_dir():  # known before hours of work, not after
-        raise MoedockError(f"{dump}: logits cannot be written (there is no folder {dump.parent})")
+    reason = None if dump is None else obstacle(dump)
+    if reason is not None:  # known before hours of work, not after
+        raise MoedockError(f"{dump}: logits cannot be written ({reason})")
     prompt = shared.prompt(arguments, streams)
     with opened(arguments, streams) as model:
         ids = model.encoded(prompt)
@@ -113,4 +114,5 @@ def _dump(path: Path, logits: F32) -> None:
         with publishing(path) as file:
             np.save(file, logits)
     except OSError as error:
-        raise MoedockError(f"{path}: logits cannot be written ({error.strerror})") from None
+        # NumPy's own, of a write that came up short, has no strerror
+        raise MoedockError(f"{path}: logits cannot be written ({error.strerror or error})") from None

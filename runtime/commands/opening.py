@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 import runtime
 from container.errors import MoedockError, SessionError
 from container.progress import BYTES, ProgressReport
+from container.publish import obstacle
 from runtime import session
 from runtime.commands import arguments as shared
 from runtime.commands.streams import Streams
@@ -41,8 +42,9 @@ def check_session(arguments: argparse.Namespace) -> None:
         return
     if path.exists():
         session.check(path, identity=session.container_identity(arguments.container), capacity=arguments.ctx)
-    elif not path.parent.is_dir():
-        raise SessionError(f"{path}: the session cannot be written (there is no folder {path.parent})")
+    reason = obstacle(path)
+    if reason is not None:
+        raise SessionError(f"{path}: the session cannot be written ({reason})")
 
 
 def resume(model: OpenModel, path: Path | None) -> None:

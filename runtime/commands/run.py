@@ -31,10 +31,11 @@ def work(arguments: argparse.Namespace, streams: Streams) -> int:
     """Run it; the exit code. Ctrl-C ends the answer: what there is of it is summed up and saved."""
     goes_on = arguments.session is not None and arguments.session.exists()
     prompt = shared.prompt(arguments, streams, needed=not goes_on)
+    choices = shared.choices(arguments)
     check_session(arguments)
     with opened(arguments, streams) as model, Interruptible() as interrupted:
         resume(model, arguments.session)
-        answer = model.generate(prompt, **shared.choices(arguments), stop_when=lambda _: interrupted())
+        answer = model.generate(prompt, **choices, stop_when=lambda _: interrupted())
         show_answer(model, answer, streams, as_json=arguments.json)
         if arguments.session is not None:
             model.save(arguments.session)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from container.command import token_ids
 from container.errors import UsageError
 from container.manifest import Manifest
-from container.model import ModelConfig
+from container.reader import model_of
 from runtime.commands import arguments as shared
 from runtime.commands.streams import Streams
 from runtime.text.tokenizer import Token, Tokenizer, detokenize, tokenize
@@ -20,8 +21,7 @@ _EXAMPLES = """\
 def add_parsers(commands: shared.Commands) -> None:
     """Their command lines."""
     parser = shared.add_command(commands, "tokenize", "show the tokens of a text", tokenizing, examples=_EXAMPLES)
-    parser.add_argument("text", nargs="?", metavar="TEXT", help="the text; - reads it from stdin")
-    parser.add_argument("--file", metavar="FILE", help="read the text from a UTF-8 file; - is stdin")
+    shared.add_text(parser, "text")
     parser.add_argument("--ids", dest="ids_only", action="store_true", help="print the ids alone")
     parser.add_argument("--markup", action="store_true", help="names of special tokens in the text mean these tokens")
     shared.add_json(parser)
@@ -57,7 +57,7 @@ def detokenizing(arguments: argparse.Namespace, streams: Streams) -> int:
 
 def _ids(words: str) -> list[int]:
     try:
-        return shared.token_ids(" ".join(words.split()))
+        return token_ids(words)
     except argparse.ArgumentTypeError as error:
         raise UsageError(str(error)) from None
 
@@ -67,5 +67,4 @@ def _line(token: Token) -> str:
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
-    model = ModelConfig.from_config(Manifest.read(folder).config)
-    return Tokenizer.load(folder, model.vocab_size)
+    return Tokenizer.load(folder, model_of(folder, Manifest.read(folder)).vocab_size)

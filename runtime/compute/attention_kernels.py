@@ -1,11 +1,16 @@
-"""Latent attention of one token (docs/MODELS.md 3.3, absorbed): a numba loop over some of the heads."""
+"""Latent attention (docs/MODELS.md 3.3, absorbed): all of it for one token, the softmax for a tile of queries.
+
+Numba loops on the calling thread, without the interpreter's lock; they check no bounds.
+"""
 
 from __future__ import annotations
+
+import math
 
 import numba as nb
 import numpy as np
 
-from runtime.compute.elementary import exp
+from runtime.compute.elementary import OPTIONS, exp
 from runtime.compute.gates import F32, FAST
 
 _SPAN = 64  # positions that all heads look at before the next ones: they stay in the cache of the processor
@@ -61,3 +66,28 @@ def latent_attention(cache: F32, queries: F32, scale: float, out: F32, start: in
     for h in range(start, stop):
         for c in range(latent):
             out[h, c] /= np.float32(totals[h - start])
+
+
+@nb.njit(**OPTIONS)
+def running_softmax(scores: F32, n_visible: int, scale: float, largest: F32, total: F32, mixed: F32) -> None:
+    """Take one block of positions into a softmax that runs over blocks; `scores` become its weights.
+
+    scores [queries, positions]; query t sees the first `n_visible + t` positions. largest and total [queries] and
+    mixed [queries, latent] hold what earlier blocks came to; they are brought to the new largest score.
+    """
+    for t in range(scores.shape[0]):
+        row, visible = scores[t], min(max(n_visible + t, 0), scores.shape[1])
+        top = largest[t]
+        for p in range(visible):
+            row[p] *= np.float32(scale)
+            top = max(top, row[p])
+        added = 0.0
+        for p in range(visible):
+            row[p] = exp(row[p] - top)
+            added += row[p]
+        row[visible:] = 0
+        if visible:
+            kept = np.float32(math.exp(largest[t] - top))
+            largest[t] = top
+            total[t] = total[t] * kept + added
+            mixed[t] *= kept

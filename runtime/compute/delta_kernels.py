@@ -1,6 +1,7 @@
-"""The loops of delta attention for one token (docs/MODELS.md 3.2): decays and the delta rule.
+"""The loops of delta attention (docs/MODELS.md 3.2): convolution, decays, the delta rule for one token and in blocks.
 
-Numba loops on the calling thread, without the interpreter's lock; they check no bounds.
+Numba loops on the calling thread, without the interpreter's lock; they check no bounds. What a head gets, or a token of
+the convolution, does not depend on which others the same call takes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import numba as nb
 import numpy as np
 
-from runtime.compute.elementary import exp, sigmoid, softplus
+from runtime.compute.elementary import OPTIONS, exp, sigmoid, softplus
 from runtime.compute.gates import F32, FAST
 
 
@@ -55,3 +56,96 @@ def delta_step(state: F32, q: F32, k: F32, v: F32, log_decay: F32, beta: F32, ou
                 read[j] += query * state[h, i, j]
         for j in range(n_columns):
             out[h, j] = read[j]
+
+
+@nb.njit(**OPTIONS)
+def conv_silu_rows(window: F32, weight: F32, x: F32, start: int, out: F32) -> None:
+    """Convolution over time, then SiLU, of some tokens of the chunk x [T, channels]: out [tokens, channels].
+
+    The tokens are those from `start` on. window [kernel - 1, channels] holds the inputs before the chunk, oldest first,
+    and is not changed.
+    """
+    n_past, n_channels = window.shape
+    for t in range(out.shape[0]):
+        for c in range(n_channels):
+            out[t, c] = weight[n_past, c] * x[start + t, c]
+        for tap in range(n_past):
+            at = start + t + tap - n_past
+            if at >= 0:
+                for c in range(n_channels):
+                    out[t, c] += weight[tap, c] * x[at, c]
+            else:
+                for c in range(n_channels):
+                    out[t, c] += weight[tap, c] * window[n_past + at, c]
+        for c in range(n_channels):
+            out[t, c] *= sigmoid(out[t, c])
+
+
+@nb.njit(**OPTIONS)
+def shift_window(window: F32, x: F32) -> None:
+    """The last inputs, oldest first, after those of the chunk x [T, channels]: window [kernel - 1, channels]."""
+    n_past, n_tokens = window.shape[0], x.shape[0]
+    for t in range(n_past):
+        at = n_tokens + t - n_past
+        for c in range(window.shape[1]):
+            window[t, c] = x[at, c] if at >= 0 else window[n_past + at, c]
+
+
+@nb.njit(**OPTIONS)
+def scale_by_decay(
+    q: F32,
+    k: F32,
+    log_decay: F32,
+    start: int,
+    first_head: int,
+    scaled_q: F32,
+    scaled_k: F32,
+    inverse_k: F32,
+    edges: F32,
+) -> None:
+    """Queries and keys of one block as they meet each other and the state.
+
+    q, k and log_decay [T, heads, dk]; the block begins at token `start` and head `first_head`. With P_t the product of
+    the decays up to token t, divided by its value at the block's middle: scaled_q = q · P, scaled_k = k · P and
+    inverse_k = k / P, each [block heads, block tokens, dk]. `edges` [block heads, 2, dk]: decay from before the block
+    to its middle, and from the middle to its end.
+    """
+    n_heads, n_tokens, width = scaled_q.shape
+    middle = n_tokens // 2
+    for h in range(n_heads):
+        head = first_head + h
+        for c in range(width):
+            edges[h, 0, c] = 1
+            edges[h, 1, c] = 1
+        for t in range(middle, n_tokens):
+            for c in range(width):
+                decay = edges[h, 1, c] * exp(log_decay[start + t, head, c])
+                edges[h, 1, c] = decay
+                scaled_q[h, t, c] = q[start + t, head, c] * decay
+                scaled_k[h, t, c] = k[start + t, head, c] * decay
+                inverse_k[h, t, c] = k[start + t, head, c] / decay
+        for t in range(middle - 1, -1, -1):
+            for c in range(width):
+                decay = edges[h, 0, c]
+                scaled_q[h, t, c] = q[start + t, head, c] / decay
+                scaled_k[h, t, c] = k[start + t, head, c] / decay
+                inverse_k[h, t, c] = k[start + t, head, c] * decay
+                edges[h, 0, c] = decay * exp(log_decay[start + t, head, c])
+
+
+@nb.njit(cache=True, nogil=True, fastmath=FAST)
+def solve_corrections(overlap: F32, beta: F32, corrections: F32) -> None:
+    """Forward substitution d_t = β_t (d_t - Σ_{s<t} overlap[t, s] d_s), in place in `corrections`.
+
+    corrections [heads, tokens, dv], overlap [heads, tokens, tokens], of which what lies below the
+    diagonal is read; beta [tokens, heads].
+    """
+    for h in range(corrections.shape[0]):
+        for t in range(corrections.shape[1]):
+            row = corrections[h, t]
+            for s in range(t):
+                factor, earlier = overlap[h, t, s], corrections[h, s]
+                for j in range(row.size):
+                    row[j] -= factor * earlier[j]
+            for j in range(row.size):
+                row[j] *= beta[t, h]

@@ -70,9 +70,10 @@ class ExpertProducts:
         """`rows` of some matrices one below the other, without their scales: [kinds · rows, cols]."""
         n_rows = rows.stop - rows.start
         flat, out = unpacking_room(len(kinds) * n_rows, cols)
-        stride, vector_bytes = flat.size // len(out), 2 if self._n_stages == 2 else 3
+        stride = flat.size // len(out)
         for n, kind in enumerate(kinds):
-            tiles = record.indices[kind].reshape(-1, cols // VEC_DIM, TILE_ROWS, vector_bytes)
+            n_tiles = -(-record.scales[kind].size // TILE_ROWS)
+            tiles = record.indices[kind].reshape(n_tiles, cols // VEC_DIM, TILE_ROWS, -1)
             for first in range(0, n_rows, TILE_ROWS):
                 tile = tiles[(rows.start + first) // TILE_ROWS]
                 target = flat[(n * n_rows + first) * stride :]

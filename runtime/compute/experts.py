@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from container.layout import TILE_ROWS, VEC_DIM
-from container.model import KINDS
 from container.records import ExpertRecord
 from runtime.compute import expert_kernels
 from runtime.compute.gates import F32, Activation
@@ -57,21 +56,13 @@ class LayerCodebooks:
         if len(up[2]) != products.shape[1]:
             raise ValueError(f"a gate of {len(gate[2])} rows does not fit an up matrix of {len(up[2])}")
         down_table = self._empty_tables(1, products[2])[0]
-        settings, books = (activation.beta, activation.linear_beta), self._books[2]
+        settings, down_books = (activation.beta, activation.linear_beta), self._books[2]
         rooms = products[0], products[1], products[2]
-        work = partial(expert_kernels.gated_tiles, gate, up, settings, rooms, books, down_table)
+        work = partial(expert_kernels.gated_tiles, gate, up, settings, rooms, down_books, down_table)
         self._team.run(work, _n_tiles(products.shape[1]))
-        return self._product(_operands(record, "down", down_table))
-
-    def matvec(self, record: ExpertRecord, kind: str, x: F32) -> F32:
-        """The product [rows] of one of the record's matrices with x [cols]."""
-        table, books = self._empty_tables(1, x)[0], self._books[KINDS.index(kind)]
-        expert_kernels.build_table(books, np.ascontiguousarray(x), table, 0, len(table))
-        return self._product(_operands(record, kind, table))
-
-    def _product(self, operands: Operands) -> F32:
-        out = np.empty(len(operands[2]), dtype=np.float32)
-        self._team.run(partial(expert_kernels.multiply_tiles, *operands, out), _n_tiles(out.size))
+        down = _operands(record, "down", down_table)
+        out = np.empty(len(down[2]), dtype=np.float32)
+        self._team.run(partial(expert_kernels.multiply_tiles, *down, out), _n_tiles(out.size))
         return out
 
     def _empty_tables(self, n_kinds: int, x: F32) -> F32:

@@ -62,13 +62,6 @@ class Activation:
         _gate_rows(gate, up, self.beta, self.linear_beta, out)
 
 
-@nb.njit(cache=True, nogil=True, error_model="numpy")
-def multiply_sigmoid(x: F32, gate: F32, out: F32) -> None:
-    """out = x · sigmoid(gate), all [n]."""
-    for c in range(out.size):
-        out[c] = x[c] * sigmoid(gate[c])
-
-
 @nb.njit(cache=True, nogil=True, fastmath=FAST)
 def rms_norm(x: F32, weight: F32, tolerance: float, out: F32) -> None:
     """Each row of x [rows, n] divided by the root of (mean square + tolerance), times weight [n]."""

@@ -17,6 +17,8 @@ from numba.core.datamodel.models import PrimitiveModel
 from numba.core.datamodel.registry import register_default
 from numba.np import arrayobj
 
+from container.trunk import Q4G_ZERO
+
 # numba annotates `intrinsic` with the compiler's arguments instead of the caller's, and these two not at all.
 intrinsic: Any = extending.intrinsic
 make_array: Any = arrayobj.make_array
@@ -30,7 +32,6 @@ _LANES, _WIDE = ir.VectorType(_FLOAT, N_LANES), ir.VectorType(_DOUBLE, N_LANES)
 _BYTES, _INTS = ir.VectorType(_BYTE, N_LANES), ir.VectorType(_INT, N_LANES)
 _PACKED = ir.VectorType(_BYTE, 48)  # sixteen times three bytes
 _LEAST_ALIGNMENT = {_LANES: 4, _BYTES: 1, _INTS: 1, _PACKED: 1}
-_Q4G_ZERO = 8  # stored nibble of the value 0
 _TWO_23_BITS = 0x4B000000  # of the f32 number 2²³, whose mantissa counts ones
 _NIBBLES_IN_PLACE = 5  # of a 32-bit word, that lie within a mantissa; the other three are moved down once
 # What `dot_nibbles` wants x multiplied with, per nibble of a word.
@@ -221,7 +222,7 @@ def dot_nibbles(typing_context: Any, values: Any, index: Any, x: Any, x_index: A
         for n in range(8):
             place = n % _NIBBLES_IN_PLACE
             mask, one = ir.Constant(_INTS, [15 << 4 * place] * N_LANES), ir.Constant(_INTS, [_TWO_23_BITS] * N_LANES)
-            zero = ir.Constant(_LANES, [2.0**23 + 16.0**place * _Q4G_ZERO] * N_LANES)
+            zero = ir.Constant(_LANES, [2.0**23 + 16.0**place * Q4G_ZERO] * N_LANES)
             nibbles = builder.and_(words if n < _NIBBLES_IN_PLACE else upper, mask)
             weights = builder.fsub(builder.bitcast(builder.or_(nibbles, one), _LANES), zero)
             pairs.append((weights, _load(context, builder, signature.args[2], x, _after(builder, x_index, 16 * n))))

@@ -44,22 +44,16 @@ class Matrix:
     """
 
     def __init__(self, values: U8, scales: npt.NDArray[np.float16], cols: int, fmt: TrunkFormat, team: Team) -> None:
-        self.values, self.scales = values, scales
+        elements, self._scale_bits = aligned(aligned(values).view(_DTYPES[fmt])), scale_bits(scales)
+        self.values, self.scales = elements.view(np.uint8), self._scale_bits.view(np.float16)
         self.rows, self.cols, self.fmt = len(values), cols, fmt
         self.team = team
-        # as the kernels take them: elements or groups, and the scales' bits
-        self._elements = _aligned(_aligned(values).view(_DTYPES[fmt]))
-        if fmt is not TrunkFormat.F32:
-            self._elements = self._elements.reshape(*scales.shape, -1)
-        self._scale_bits = scale_bits(scales)
+        # as the one-token kernels take them: elements or groups
+        self._elements = elements if fmt is TrunkFormat.F32 else elements.reshape(*scales.shape, -1)
 
     def __call__(self, x: F32) -> F32:
         """The products with each row of x: [T, cols] → [T, rows]."""
         return multiply_all([self], x)[0]
-
-    def matvec(self, x: F32) -> F32:
-        """The product with x [cols], as [rows]."""
-        return multiply_all([self], x.reshape(1, -1))[0].reshape(-1)
 
     def matvec_heads(self, x: F32, *, stride: int, first: int, count: int) -> F32:
         """Rows `h * stride + first` and the `count - 1` after them, times x[h]: x [heads, cols] → [heads, count]."""
@@ -127,7 +121,7 @@ def multiply_all(matrices: Sequence[Matrix], x: F32) -> list[F32]:
 
 def scale_bits(scales: npt.NDArray[np.float16]) -> npt.NDArray[np.uint16]:
     """The bits of f16 scales, as kernels take them: contiguous, at even addresses; copied only where they are not."""
-    return _aligned(scales).view(np.uint16)
+    return aligned(scales).view(np.uint16)
 
 
 def _in_groups(x: F32, fmt: TrunkFormat) -> F32:
@@ -144,6 +138,6 @@ def _in_groups(x: F32, fmt: TrunkFormat) -> F32:
     return groups
 
 
-def _aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def aligned(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """The array, copied where it is not contiguous or its address is no multiple of its elements' size."""
     return array if array.flags.c_contiguous and array.flags.aligned else array.copy()

@@ -29,6 +29,7 @@ class Team:
         if n_threads < 1:
             raise ValueError(f"a team of {n_threads} threads")
         self._members = [_Member() for _ in range(n_threads - 1)]
+        self._is_running = False
 
     @property
     def n_threads(self) -> int:
@@ -38,23 +39,36 @@ class Team:
     def run(self, work: Part, n_items: int, *, least: int = 1) -> None:
         """Call `work` on parts that cover 0 to n_items once; return when all are done. Raises what a part raises.
 
-        Work of fewer than `2 * least` items is not shared: waking a member would take longer.
+        Work of fewer than `2 * least` items is not shared: waking a member would take longer. Where Ctrl-C makes the
+        caller leave before all is done, the next call waits for the members to finish their parts.
         """
+        if self._is_running:
+            self._renew()
         if n_items < 2 * least or not self._members:
             if n_items:
                 work(0, n_items)
             return
+        self._is_running = True
         job = _Job(work, _parts(n_items, min(self.n_threads, n_items // least)))
         for member in self._members:
             member.wake(job)
         job.take_parts()
         job.wait()
+        self._is_running = False
+        job.raise_error()
 
     def close(self) -> None:
         """End the threads."""
         for member in self._members:
             member.end()
         self._members = []
+
+    def _renew(self) -> None:
+        """Other members for those that may still be at work; an interrupt on the way leaves it to be done again."""
+        for n, member in enumerate(self._members):
+            member.end()
+            self._members[n] = _Member()
+        self._is_running = False
 
 
 @lru_cache(maxsize=1024)
@@ -88,8 +102,11 @@ class _Job:
                 self._all_done.release()
 
     def wait(self) -> None:
-        """Return when all parts are done. Raises what one of them raised."""
+        """Return when all parts are done."""
         self._all_done.acquire()
+
+    def raise_error(self) -> None:
+        """Raise what one of the parts raised, if any did."""
         if self._errors:
             raise self._errors[0]
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from container.layout import GROUP_SIZE
+from container.trunk import Q4G_ZERO
 from runtime.compute.gates import F32, FAST
 from runtime.compute.lanes import (
     NIBBLE_FACTORS,
@@ -34,7 +35,6 @@ U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
 I8 = npt.NDArray[np.int8]
 
-Q4G_ZERO = 8  # stored nibble of the value 0
 HALF_GROUP = GROUP_SIZE // 2
 # Weights come from memory once a token: they are asked for this early, in cache lines of 64 bytes.
 _AHEAD_BYTES = 4096

@@ -17,13 +17,13 @@ from numba.core import types
 from numba.np import arrayobj
 
 from container.layout import GROUP_SIZE, VEC_DIM
+from container.trunk import Q4G_ZERO
 from runtime.compute.elementary import OPTIONS
 from runtime.compute.gates import F32
 
 U8 = npt.NDArray[np.uint8]
 I8 = npt.NDArray[np.int8]
 
-_Q4G_ZERO = 8  # stored nibble of the value 0
 _HALF_GROUP = GROUP_SIZE // 2
 _VECTOR = ir.VectorType(ir.FloatType(), VEC_DIM)
 _FLOAT_BYTES = 4
@@ -56,11 +56,11 @@ def unpack_q4g(values: U8, scales: F32, cols: int, out: F32, stride: int) -> Non
             stored, group = values[r, first:last], out[r * stride + 2 * first : r * stride + 2 * last]
             for c in range(stored.size):
                 pair = np.int32(stored[c])
-                group[2 * c] = np.float32((pair & 15) - _Q4G_ZERO) * scale
-                group[2 * c + 1] = np.float32((pair >> 4) - _Q4G_ZERO) * scale
+                group[2 * c] = np.float32((pair & 15) - Q4G_ZERO) * scale
+                group[2 * c + 1] = np.float32((pair >> 4) - Q4G_ZERO) * scale
         if cols % 2:
             nibble = np.int32(values[r, n_pairs]) & 15
-            out[r * stride + 2 * n_pairs] = np.float32(nibble - _Q4G_ZERO) * scales[r, n_pairs // _HALF_GROUP]
+            out[r * stride + 2 * n_pairs] = np.float32(nibble - Q4G_ZERO) * scales[r, n_pairs // _HALF_GROUP]
 
 
 def _put_sum(typing_context: Any, entries: Any, starts: Any, out: Any, position: Any) -> Any:

@@ -6,17 +6,12 @@ trace needs none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum, unique
 
 import numpy as np
 
 from runtime.disk.eviction import EvictionPolicy
-
-
-def minimum_slots(top_k: int, n_records: int) -> int:
-    """Slots a store needs: a layer's experts for one token, and as many being read ahead; no more than there are."""
-    return min(2 * top_k, n_records)
 
 
 @unique
@@ -101,6 +96,16 @@ class SlotTable:
         self._evictable[:] = False
         self._free.extend(reversed(emptied))
         return emptied
+
+    def clear(self, loading: Iterable[tuple[int, int]]) -> None:
+        """Empty all slots and end all pins, but for (slot, key) that are `loading`. Any state is good to begin with."""
+        self._slots = {}
+        self._states = [SlotState.FREE] * self.n_slots
+        self._pins = [0] * self.n_slots
+        self._evictable[:] = False
+        for slot, key in loading:
+            self._slots[key], self._keys[slot], self._states[slot] = slot, key, SlotState.LOADING
+        self._free = [slot for slot in reversed(range(self.n_slots)) if self._states[slot] is SlotState.FREE]
 
     def _release(self, slot: int) -> None:
         if self._pins[slot]:

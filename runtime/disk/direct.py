@@ -34,11 +34,11 @@ def arena(n_bytes: int) -> memoryview:
     """`n_bytes` of zeros that start on a page. A page takes memory from its first touch on, until the view is gone.
 
     From 2 MiB on, the pages are huge where the system has such: a direct read into small ones is cut into pieces at
-    every page, and ran at 60 % of the speed.
+    every page, and ran at 60 % of the speed. Raises MemoryError.
     """
     is_large = n_bytes >= _HUGE_PAGE
     length = align_up(n_bytes, _HUGE_PAGE) + _HUGE_PAGE if is_large else align_up(max(n_bytes, 1), ALIGNMENT)
-    pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = fresh_pages(length)
     view = memoryview(pages)
     if not is_large:
         return view[:n_bytes]
@@ -47,6 +47,14 @@ def arena(n_bytes: int) -> memoryview:
             pages.madvise(mmap.MADV_HUGEPAGE)
     start = -_address(view) % _HUGE_PAGE
     return view[start : start + n_bytes]
+
+
+def fresh_pages(n_bytes: int) -> mmap.mmap:
+    """Memory of its own, zeros on small pages. Raises MemoryError."""
+    try:
+        return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{n_bytes} bytes of memory: {error.strerror}") from None
 
 
 class DirectFiles:

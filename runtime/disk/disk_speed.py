@@ -12,7 +12,7 @@ from statistics import median
 import numpy as np
 
 from container.reader import ContainerReader
-from runtime.disk.direct import DirectFiles, Notice, arena
+from runtime.disk.direct import DirectFiles, arena
 from runtime.disk.loading import Expert
 from runtime.disk.store import ExpertStore
 
@@ -36,9 +36,7 @@ class ColdReads:
         return self.n_bytes / self.plain_seconds / 1e9
 
 
-def plain_read(
-    reader: ContainerReader, records: Sequence[Expert], n_threads: int, notice: Notice = lambda line: None
-) -> float:
+def plain_read(reader: ContainerReader, records: Sequence[Expert], n_threads: int) -> float:
     """Seconds in which `n_threads` threads read all `records`, with nothing else to do. Raises FormatError.
 
     They take turns in as much memory as the smallest cache has: a buffer per thread would stay in the processor's
@@ -62,7 +60,7 @@ def plain_read(
         except BaseException as error:  # raised again below
             errors.append(error)
 
-    with DirectFiles(reader.folder, notice) as files:
+    with DirectFiles(reader.folder, lambda line: None) as files:
         threads = [threading.Thread(target=work) for _ in range(n_threads)]
         start = time.perf_counter()
         for thread in threads:
@@ -85,9 +83,7 @@ def cold_read(store: ExpertStore, requests: Sequence[tuple[int, Sequence[int]]])
     return time.perf_counter() - start
 
 
-def compare_cold_reads(
-    reader: ContainerReader, *, n_readers: int, n_bytes: int, n_turns: int = 5, notice: Notice = lambda line: None
-) -> ColdReads:
+def compare_cold_reads(reader: ContainerReader, *, n_readers: int, n_bytes: int, n_turns: int = 5) -> ColdReads:
     """Read about `n_bytes` as decoding would with nothing cached, and the same records plainly, by turns.
 
     The layers come in their order, top_k experts each. Raises FormatError for a bad record.
@@ -95,7 +91,7 @@ def compare_cold_reads(
     requests = _requests(reader, n_bytes)
     records = [(layer, expert) for layer, experts in requests for expert in experts]
     store_seconds, plain_seconds = [], []
-    store = ExpertStore(reader, n_readers=n_readers, notice=notice)
+    store = ExpertStore(reader, n_readers=n_readers)
     try:
         cold_read(store, requests[:1])  # the first touch of memory is no reading
         for _ in range(n_turns):

@@ -76,15 +76,11 @@ class EvictionPolicy:
             values[keys] = values[keys] * np.exp2(-age / half_life) + counts * _mean_weight(n_tokens, half_life)
         self._seen[keys] = self._now
         self._uses[keys] += counts
-        self._bonus[self._expected] = 0
-        self._expected = self._expected[:0]
-        self._candidates.clear()
+        self._expect(np.empty(0, dtype=np.int64))
 
     def expect(self, layer: int, experts: Sequence[int]) -> None:
-        """Keep these, if it can be, until a layer asks for experts again."""
-        self._expected = self._positions[layer] * self.n_experts + np.asarray(experts, dtype=np.int64)
-        self._bonus[self._expected] = _EXPECTED
-        self._candidates.clear()
+        """Keep these, if it can be, until a layer asks for experts again, or others are expected."""
+        self._expect(self._positions[layer] * self.n_experts + np.asarray(experts, dtype=np.int64))
 
     def victim(self, keys: Keys, evictable: npt.NDArray[np.bool_]) -> int | None:
         """Slot to evict among those that are `evictable`, slot i holding `keys[i]`; None if none is."""
@@ -113,6 +109,12 @@ class EvictionPolicy:
     def counted(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(uses, token of the last use) of each key since the beginning; what was learnt is not in it."""
         return self._uses.copy(), self._seen.copy()
+
+    def _expect(self, keys: Keys) -> None:
+        self._bonus[self._expected] = 0
+        self._expected = keys
+        self._bonus[keys] = _EXPECTED
+        self._candidates.clear()
 
     def _scores(self, keys: Keys) -> Floats:
         age = self._now - self._seen[keys]

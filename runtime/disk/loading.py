@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from container.errors import FormatError
 from container.reader import ContainerReader
 from container.records import ExpertRecord
+from runtime.disk.books import Books
 from runtime.disk.cache import SlotTable
 from runtime.disk.direct import DirectFiles, arena
 from runtime.disk.eviction import EvictionPolicy
@@ -18,7 +19,8 @@ Expert = tuple[int, int]  # layer, expert
 
 
 class SlotLoader:
-    """Slots of one record each, and threads that read into them. All methods but `close` are for holders of `lock`.
+    """Slots of one record each, and threads that read into them. All methods but `close` are for holders of `lock`, and
+    those that change anything are called within the `books` that the user of this object gives.
 
     A slot that is not pinned may be given to another expert by any `start`.
     """
@@ -28,6 +30,7 @@ class SlotLoader:
         reader: ContainerReader,
         files: DirectFiles,
         policy: EvictionPolicy,
+        books: Books,
         *,
         n_slots: int,
         n_readers: int,
@@ -46,7 +49,7 @@ class SlotLoader:
         self._loads: dict[int, Load] = {}  # slot → its load, until that is done or cancelled
         self._unused: set[int] = set()  # slots filled by lookahead and not asked for yet
         self._warm = list(reversed(warm))
-        self.readers = Readers(n_readers, self.lock, read=self._read, done=self._loaded, idle=self._next_warm)
+        self.readers = Readers(n_readers, self.lock, books, read=self._read, done=self._loaded, idle=self._next_warm)
 
     def record(self, slot: int) -> ExpertRecord:
         """The record in a slot that is ready."""
@@ -110,6 +113,15 @@ class SlotLoader:
         for slot in self.table.forget():
             self._records[slot] = None
             self._unused.discard(slot)
+
+    def restore(self) -> None:
+        """Empty every slot, after an interrupt has left things half done; reads under way go on."""
+        self.readers.drop_queue()
+        under_way = self.readers.under_way
+        self._loads = {load.slot: load for load in under_way}
+        self.table.clear((load.slot, self._policy.key(load.layer, load.expert)) for load in under_way)
+        self._records = [None] * self.table.n_slots
+        self._unused.clear()
 
     def close(self) -> None:
         """End the threads."""

@@ -11,6 +11,7 @@ from enum import IntEnum, unique
 from itertools import count
 
 from container.records import ExpertRecord
+from runtime.disk.books import Bell, Books
 
 
 @unique
@@ -57,14 +58,15 @@ class _Queue:
 class Readers:
     """`n_threads` threads that do `read(load)`, then call `done(load)`.
 
-    All methods but `close`, and the calls of `done` and `idle`, happen under `lock`. `idle` is asked for a load when
-    the queue is empty. What `read` raises is kept in the load. `arrived` is notified after each `done`.
+    All methods but `close`, and the calls of `done` and `idle`, happen under `lock` and within `books`. `idle` is asked
+    for a load when the queue is empty. What `read` raises is kept in the load. `arrived` is rung after each `done`.
     """
 
     def __init__(
         self,
         n_threads: int,
         lock: threading.Lock,
+        books: Books,
         *,
         read: Callable[[Load], ExpertRecord],
         done: Callable[[Load], None],
@@ -72,12 +74,13 @@ class Readers:
     ) -> None:
         if n_threads < 1:
             raise ValueError(f"{n_threads} threads to read with")
-        self.arrived = threading.Condition(lock)
-        self._lock = lock
+        self.arrived = Bell()
+        self.under_way: list[Load] = []  # loads that are being read
+        self._lock, self._books = lock, books
         self._work = threading.Condition(lock)
         self._read, self._done, self._idle = read, done, idle
         self._queue = _Queue()
-        self._n_active, self._active_since, self._busy_seconds = 0, 0.0, 0.0
+        self._active_since, self._busy_seconds = 0.0, 0.0
         self._is_closing = False
         self._threads = [
             threading.Thread(target=self._loop, name=f"moedock-read-{n}", daemon=True) for n in range(n_threads)
@@ -88,7 +91,7 @@ class Readers:
     @property
     def busy_seconds(self) -> float:
         """Time during which at least one read was under way."""
-        return self._busy_seconds + (time.perf_counter() - self._active_since if self._n_active else 0.0)
+        return self._busy_seconds + (time.perf_counter() - self._active_since if self.under_way else 0.0)
 
     def submit(self, load: Load) -> None:
         """Have it read when its turn comes."""
@@ -108,12 +111,16 @@ class Readers:
         load.is_begun = True  # stale: `pop` passes over it
         return True
 
+    def drop_queue(self) -> None:
+        """Give up all reads that have not begun."""
+        self._queue = _Queue()
+
     def close(self) -> None:
         """End the threads; reads under way are finished, others are not begun."""
         with self._lock:
             self._is_closing = True
             self._work.notify_all()
-            self.arrived.notify_all()
+            self.arrived.ring()
         for thread in self._threads:
             thread.join()
 
@@ -126,23 +133,27 @@ class Readers:
                 load.record = self._read(load)
             except BaseException as error:  # raised again by the thread that waits for the record
                 load.error = error
-            with self._lock:
-                self._n_active -= 1
-                if not self._n_active:
+            with self._lock, self._books:
+                self.under_way.remove(load)
+                if not self.under_way:
                     self._busy_seconds += time.perf_counter() - self._active_since
                 self._done(load)
-                self.arrived.notify_all()
+                self.arrived.ring()
 
     def _next(self) -> Load | None:
         """The next load to read; None when it is time to end."""
         with self._lock:
             while not self._is_closing:
-                load = self._queue.pop() or self._idle()
-                if load is not None:
-                    load.is_begun = True
-                    if not self._n_active:
-                        self._active_since = time.perf_counter()
-                    self._n_active += 1
-                    return load
+                with self._books:
+                    load = self._queue.pop() or self._idle()
+                    if load is not None:
+                        self._begin(load)
+                        return load
                 self._work.wait()
         return None
+
+    def _begin(self, load: Load) -> None:
+        load.is_begun = True
+        if not self.under_way:
+            self._active_since = time.perf_counter()
+        self.under_way.append(load)

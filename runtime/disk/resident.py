@@ -6,7 +6,6 @@ tensor is a view. Loading takes as long as reading does.
 
 from __future__ import annotations
 
-import mmap
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +19,7 @@ from container.errors import FormatError, IntegrityError
 from container.layout import TRUNK_NAME
 from container.manifest import TrunkEntry
 from container.reader import ContainerReader
-from runtime.disk.direct import DirectFiles
+from runtime.disk.direct import DirectFiles, fresh_pages
 from runtime.memory.plan import Range, merged_ranges, resident_entries
 
 U8 = npt.NDArray[np.uint8]
@@ -108,7 +107,7 @@ def _pages(part: Range) -> memoryview:
     """Memory for a range. Ordinary pages: huge ones would be read into faster where free ones are at hand, but where
     the system has to make them first (a virtual machine above all), loading took five times as long.
     """
-    return memoryview(mmap.mmap(-1, part.n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    return memoryview(fresh_pages(part.n_bytes))
 
 
 def _pieces(part: Range, view: memoryview, file_bytes: int) -> Iterator[tuple[memoryview, int]]:

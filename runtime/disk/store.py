@@ -12,13 +12,16 @@ from dataclasses import replace
 from container.errors import FormatError, MoedockError
 from container.reader import ContainerReader
 from container.records import ExpertRecord
-from runtime.disk.cache import SlotState, minimum_slots
+from runtime.disk.books import Books
+from runtime.disk.cache import SlotState
 from runtime.disk.direct import DirectFiles, Notice
 from runtime.disk.eviction import EvictionPolicy
 from runtime.disk.learning import hand_on, learnt
 from runtime.disk.loading import SlotLoader
 from runtime.disk.readers import Cause, Load
 from runtime.disk.tally import Statistics
+from runtime.memory.plan import minimum_slots
+from runtime.options import RunOptions
 
 
 class Request:
@@ -29,6 +32,7 @@ class Request:
         self.experts = [int(expert) for expert in experts]
         self.slots: dict[int, int] = {}  # index into experts → its slot, pinned
         self.loads: dict[int, Load] = {}  # index → the read that fills that slot, until the record is taken
+        self.taken: set[int] = set()  # indices whose record was used and given back
         self.n_begun = 0  # every index below has been given a slot
         self.window = window  # most of `loads` before the index to begin next
 
@@ -41,7 +45,8 @@ class ExpertStore:
     is written on closing. `notice` is given lines for a person. Raises MoedockError when `cache_bytes` are too few.
 
     One request is open at a time: asking for more ends the former, whose records must not be used any longer.
-    After an error of a read, or an exception that interrupts waiting, the store can be used as before.
+    After an error of a read the store can be used as before, and so it can when an interrupt raised an exception in
+    the computing thread, wherever that was: some records may then have to be read again.
     """
 
     def __init__(
@@ -49,7 +54,7 @@ class ExpertStore:
         reader: ContainerReader,
         *,
         cache_bytes: int | None = None,
-        n_readers: int = 4,
+        n_readers: int = RunOptions.readers,
         verify: bool = False,
         learn: bool = False,
         files: DirectFiles | None = None,
@@ -65,10 +70,12 @@ class ExpertStore:
         self._open: Request | None = None
         self._is_closed = False
         self._ahead = 2 * n_readers  # records of a stream on their way
+        self._books = Books(self._repair)
         self._loader = SlotLoader(
             reader,
             self._files,
             self._policy,
+            self._books,
             n_slots=n_slots,
             n_readers=n_readers,
             verify=verify,
@@ -130,7 +137,7 @@ class ExpertStore:
         Raises FormatError for a layer or an expert that the container has not.
         """
         self._check(layer, experts)
-        with self._lock:
+        with self._lock, self._books:
             self._check_open()
             self._policy.expect(layer, experts)
             for expert in experts:
@@ -139,29 +146,17 @@ class ExpertStore:
                     if load is None:
                         self._counts.ahead_dropped += 1
 
-    def fetch(self, layer: int, expert: int) -> ExpertRecord:
-        """A copy of one record. Raises FormatError for a bad record, IntegrityError for a wrong crc32."""
-        for _, record in self.arrivals(self.request(layer, [expert])):
-            return replace(
-                record,
-                indices={kind: values.copy() for kind, values in record.indices.items()},
-                scales={kind: values.copy() for kind, values in record.scales.items()},
-            )
-        raise AssertionError("a request of one expert brings one record")
-
     def forget(self) -> None:
         """Empty the cache; for measuring what reading costs."""
-        with self._lock:
+        with self._lock, self._books:
             self._loader.forget()
 
     def close(self) -> None:
         """End the threads, and write usage.waste if so wished. Whoever waits for a record gets a MoedockError."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        self._is_closed = True
         self._loader.close()
-        if self._learn:
+        learn, self._learn = self._learn, False  # an interrupted call may be repeated
+        if learn:
             hand_on(self._reader.folder, self._policy, self._before, self._notice)
         if self._own_files:
             self._files.close()
@@ -170,7 +165,7 @@ class ExpertStore:
         self._check(request.layer, request.experts)
         top_k = self._reader.model.moe.top_k
         n_tokens = 1 if uses is None else max(sum(uses) // top_k, 1)
-        with self._lock:
+        with self._lock, self._books:
             self._check_open()
             if self._open is not None:
                 self._release(self._open)
@@ -193,7 +188,7 @@ class ExpertStore:
         """Start reads, in the order of the request, as far as its window and the slots allow."""
         while request.n_begun < len(request.experts):
             index = request.n_begun
-            if index not in request.slots:
+            if index not in request.slots and index not in request.taken:
                 if sum(other < index for other in request.loads) >= request.window:
                     return
                 layer, expert = request.layer, request.experts[index]
@@ -220,36 +215,48 @@ class ExpertStore:
 
     def _wait(self, request: Request, waiting: Sequence[int]) -> int:
         """The first of `waiting` whose record is there, as soon as there is one."""
-        with self._lock:
-            while True:
-                self._check_open()
-                if self._open is not request:
-                    raise ValueError(f"the request for experts of layer {request.layer} has ended")
-                self._begin(request)
-                for index in waiting:
-                    load = request.loads.get(index)
-                    if load is not None and load.error is not None:
-                        raise load.error
-                    slot = request.slots.get(index)
-                    if slot is not None and self._table.state(slot) is SlotState.READY:
-                        return index
-                start = time.perf_counter()
-                try:
-                    self._loader.readers.arrived.wait()
-                finally:
-                    self._counts.wait_seconds += time.perf_counter() - start
+        while True:
+            with self._lock, self._books:
+                self._loader.readers.arrived.silence()
+                index = self._there(request, waiting)
+            if index is not None:
+                return index
+            start = time.perf_counter()
+            try:
+                self._loader.readers.arrived.wait()
+            finally:
+                self._counts.wait_seconds += time.perf_counter() - start
+
+    def _there(self, request: Request, waiting: Sequence[int]) -> int | None:
+        """The first of `waiting` whose record is there."""
+        self._check_open()
+        if self._open is not request:
+            raise ValueError(f"the request for experts of layer {request.layer} has ended")
+        self._begin(request)
+        for index in waiting:
+            load = request.loads.get(index)
+            if load is not None and load.error is not None:
+                raise load.error
+            slot = request.slots.get(index)
+            if slot is not None and self._table.state(slot) is SlotState.READY:
+                return index
+        return None
 
     def _take_back(self, request: Request, index: int) -> None:
-        with self._lock:
-            request.loads.pop(index, None)
-            slot = request.slots.pop(index, None)
-            if slot is not None:
-                self._table.unpin(slot)
+        with self._lock, self._books:
+            if self._open is request:
+                request.taken.add(index)
+                request.loads.pop(index, None)
+                self._table.unpin(request.slots.pop(index))
 
     def _end(self, request: Request) -> None:
-        with self._lock:
+        with self._lock, self._books:
             if self._open is request:
                 self._release(request)
+
+    def _repair(self) -> None:
+        self._open = None
+        self._loader.restore()
 
     def _release(self, request: Request) -> None:
         """Unpin all that was not taken, and give up what is not being read yet."""

@@ -13,7 +13,6 @@ from container.layout import ALIGNMENT, VEC_DIM, TrunkFormat, align_up
 from container.manifest import Manifest, TrunkEntry
 from container.model import ModelConfig
 from container.records import RecordLayout
-from runtime.disk.cache import minimum_slots
 from runtime.memory.scratch import F32_BYTES, scratch_bytes
 from runtime.options import RunOptions
 
@@ -149,6 +148,11 @@ def plan_memory(manifest: Manifest, model: ModelConfig, options: RunOptions, *, 
         experts_per_token=n_moe * model.moe.top_k,
         n_experts=n_moe * model.moe.n_experts,
     )
+
+
+def minimum_slots(top_k: int, n_records: int) -> int:
+    """Slots a store needs: a layer's experts for one token, and as many being read ahead; no more than there are."""
+    return min(2 * top_k, n_records)
 
 
 def resident_entries(manifest: Manifest) -> list[TrunkEntry]:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from container.byte_size import parse_bytes
-from container.errors import ConfigError, FormatError
 from container.machine import available_cores, memory_figures
 from container.manifest import Manifest
-from container.model import ModelConfig
+from container.reader import model_of
 from runtime.memory.plan import MemoryPlan, plan_memory
 from runtime.memory.report import DISK_SPEEDS, plan_report
 from runtime.options import RunOptions
@@ -41,14 +40,6 @@ def memory_plan(folder: Path, options: RunOptions) -> MemoryPlan:
     """The memory that a container takes. Raises FormatError."""
     manifest = Manifest.read(folder)
     return plan_memory(manifest, model_of(folder, manifest), options, n_threads=options.threads or available_cores())
-
-
-def model_of(folder: Path, manifest: Manifest) -> ModelConfig:
-    """What the manifest says of the model. Raises FormatError."""
-    try:
-        return ModelConfig.from_config(manifest.config)
-    except ConfigError as error:
-        raise FormatError(f"{folder}: manifest {error}") from None
 
 
 def budget_bytes(budget: int | str | None) -> int | None:

@@ -82,7 +82,7 @@ class DeltaAttention:
         # popped, so that a projection is freed when its convolution has been taken
         q, k, v = (self._convolved(n, streams.pop(0), state.windows[n]) for n in range(3))
         log_decay = self._log_decay(_chain(self._forget[1:], forget))
-        gates.multiply_sigmoid(np.ones_like(beta).reshape(-1), beta.reshape(-1), beta.reshape(-1))
+        row_kernels.sigmoid_rows(beta)
         if len(x) == 1:
             out = np.empty_like(v)
             token = (q[0], k[0], v[0], log_decay[0], beta[0], out[0])
@@ -107,14 +107,14 @@ class DeltaAttention:
 
         def part(start: int, stop: int) -> None:
             mine = out[start:stop]
-            row_kernels.conv_silu_rows(
+            delta_kernels.conv_silu_rows(
                 window, self._convolutions[stream], projected, start, mine.reshape(len(mine), -1)
             )
             if length is not None:
                 gates.l2_norm(mine.reshape(-1, kda.head_dim), L2_NORM_EPS, length)
 
         self._team.run(part, len(out))
-        row_kernels.shift_window(window, projected)
+        delta_kernels.shift_window(window, projected)
         return out
 
     def _log_decay(self, raw: F32) -> F32:
@@ -153,14 +153,14 @@ def _delta_block(
     scaled_q, scaled_k, inverse_k = np.empty((3, n_heads, n_tokens, width), dtype=np.float32)
     edges = np.empty((n_heads, 2, width), dtype=np.float32)
     at = (tokens.start, heads.start)
-    row_kernels.scale_by_decay(q, k, log_decay, *at, scaled_q, scaled_k, inverse_k, edges)
+    delta_kernels.scale_by_decay(q, k, log_decay, *at, scaled_q, scaled_k, inverse_k, edges)
     mine = state[heads]
     steep = np.flatnonzero(edges.min(axis=(1, 2)) < _LEAST_DECAY)
     before = mine[steep]
     mine *= edges[:, 0, :, None]
     keys = inverse_k.transpose(0, 2, 1)
     corrections = v[tokens, heads].transpose(1, 0, 2) - scaled_k @ mine
-    row_kernels.solve_corrections(scaled_k @ keys, beta[tokens, heads], corrections)
+    delta_kernels.solve_corrections(scaled_k @ keys, beta[tokens, heads], corrections)
     seen = np.where(np.tri(n_tokens, dtype=bool), scaled_q @ keys, np.float32(0))
     out[tokens, heads] = (scaled_q @ mine + seen @ corrections).transpose(1, 0, 2)
     mine += keys @ corrections

@@ -116,7 +116,7 @@ class LatentAttention:
         for start in range(0, len(rows), BLOCK_POSITIONS):
             block = rows[start : start + BLOCK_POSITIONS]
             scores = np.matmul(queries, block.T)
-            row_kernels.running_softmax(scores, len(rows) - n_queries + 1 - start, scale, largest, total, mixed)
+            attention_kernels.running_softmax(scores, len(rows) - n_queries + 1 - start, scale, largest, total, mixed)
             mixed += np.matmul(scores, block[:, :latent])
         mixed /= total[:, None]
         return mixed

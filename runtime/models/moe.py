@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from container.model import ModelConfig, MoeConfig
 from container.reader import ContainerReader
-from runtime.compute import gates
+from runtime.compute import row_kernels
 from runtime.compute.expert_products import ExpertProducts
 from runtime.compute.experts import LayerCodebooks
 from runtime.compute.gates import F32
@@ -48,8 +48,7 @@ class Router:
 
     def _scores(self, x: F32) -> F32:
         scores = self._weight(x)
-        flat = scores.reshape(-1)
-        gates.multiply_sigmoid(np.ones_like(flat), flat, flat)
+        row_kernels.sigmoid_rows(scores)
         return scores
 
     def _best(self, scores: F32) -> Ids:

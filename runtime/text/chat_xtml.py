@@ -7,9 +7,8 @@ Tag names, attributes and contents are encoded one by one; only the four markers
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from runtime.text.chat_format import Message, Segment, read_on
 from runtime.text.chat_xtml_reader import XtmlReader
@@ -23,10 +22,6 @@ _EFFORT_NOTE = (
     "`thinking_effort` guides on how much to think in your thinking channel (not including the response channel), "
     "supported values include `low`, `medium`, `high`, and `max`.\n"
     "Now the system is invoked with `thinking_effort={}`."
-)
-_JSON_NOTE = (
-    "The system is invoked with `response_format={}`.\n"
-    "Your response must be raw JSON data without markdown code blocks (```json) or any additional formatting."
 )
 
 
@@ -70,15 +65,6 @@ class XtmlFormat:
     @property
     def _first_channel(self) -> Literal["think", "response"]:
         return "think" if self._thinking else "response"
-
-
-def response_format_note(schema: Any = None) -> list[Segment]:
-    """A note that asks for JSON, of the form that a JSON `schema` describes where one is given."""
-    text = _JSON_NOTE.format("json_object" if schema is None else "json_schema")
-    if schema is not None:
-        compact = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-        text += f"\nThe JSON data must match the following schema:\n```json\n{compact}\n```"
-    return _element([Segment(text)], role="system", type="response-format")
 
 
 def _element(body: list[Segment], **attributes: str) -> list[Segment]:

@@ -55,9 +55,9 @@ class LanguageModel(Protocol[S]):
 class Conversation(Generic[S]):
     """Token ids, the model's state, and the sampler's: everything that decides how it goes on."""
 
-    def __init__(self, model: LanguageModel[S], sampler: Sampler | None = None) -> None:
+    def __init__(self, model: LanguageModel[S]) -> None:
         self.model = model
-        self.sampler = sampler or Sampler()
+        self.sampler = Sampler()
         self.ids: list[int] = []
         self.turn_start: int | None = None  # in a chat: where in `ids` the turn begins that is not closed yet
         self._state: S | None = None
@@ -68,10 +68,6 @@ class Conversation(Generic[S]):
         if self._state is None:  # made only now, so that a lost one and its successor are never there together
             self._state = self.model.new_state()
         return self._state
-
-    @state.setter
-    def state(self, state: S) -> None:
-        self._state = state
 
     @property
     def pending(self) -> list[int]:

@@ -162,7 +162,7 @@ def _read_specials(path: Path, ranked: set[int], vocab_size: int) -> dict[int, s
     try:
         entries = [(entry["id"], entry["text"]) for entry in json.loads(_read(path))]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise FormatError(f"{path}: must be a JSON list of objects with `id` and `text` ({error!r})") from None
+        raise FormatError(f"{path}: must be a JSON list of objects with `id` and `text` ({error})") from None
     for token_id, text in entries:
         if type(token_id) is not int or not _is_text(text):
             raise FormatError(f"{path}: `id` must be a number and `text` a string, found {shown((token_id, text))}")

@@ -84,10 +84,11 @@ def cached(folder: Path) -> dict[str, Any]:
             engine.feed(state, ids)  # compiles, and reads every expert
             decode(engine, state, ids[:2])
             before = engine.store.statistics
-            suffix = "" if threads is None else "_one_thread"
+            suffix, cpu = "" if threads is None else "_one_thread", time.process_time()
             speeds[f"decode_tokens_per_second{suffix}"] = per_second(
                 N_TOKENS, lambda engine=engine, state=state, ids=ids: decode(engine, state, ids[:N_TOKENS])
             )
+            speeds[f"decode_cpu_seconds_per_token{suffix}"] = (time.process_time() - cpu) / (N_TURNS * N_TOKENS)
             speeds[f"prefill_tokens_per_second{suffix}"] = per_second(
                 N_PROMPT, lambda engine=engine, ids=ids: engine.feed(engine.new_state(), ids)
             )
@@ -149,6 +150,8 @@ def text(report: dict[str, Any], made_seconds: float) -> str:
         f"all experts cached, {report['threads']} threads",
         f"  decode   {report['decode_tokens_per_second']:8.1f} tokens/s   at least {LEAST_DECODE:.0f}; the C ancestor "
         f"{ANCESTOR}; one thread {report['decode_tokens_per_second_one_thread']:.1f}",
+        f"           {1000 * report['decode_cpu_seconds_per_token']:8.1f} ms of processor time a token, by one thread "
+        f"{1000 * report['decode_cpu_seconds_per_token_one_thread']:.1f}",
         f"  prefill  {report['prefill_tokens_per_second']:8.1f} tokens/s   {report['prefill_over_decode']:.1f} × "
         f"decode, at least {LEAST_PREFILL:.0f}; one thread {report['prefill_tokens_per_second_one_thread']:.1f}",
         f"the smallest cache, working set {report['working_set_bytes'] / 1e6:.1f} MB a token",

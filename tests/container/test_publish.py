@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from container import publish
-from container.publish import publish_bytes, publishing, remove_leftovers
+from container.publish import obstacle, publish_bytes, publishing, remove_leftovers
 
 REPOSITORY = Path(__file__).parents[2]
 N_BYTES = 300_000  # several times the file buffer
@@ -180,3 +180,13 @@ def test_leftovers_are_told_from_everything_else(tmp_path):
     (tmp_path / ".folder.tmp").mkdir()
     assert remove_leftovers(tmp_path) == [".trunk.bin.0123abcd.tmp"]
     assert {path.name for path in tmp_path.iterdir()} == {"trunk.bin", ".hidden", "x.tmp", ".folder.tmp"}
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert obstacle(pipe) is not None
+    with pytest.raises(OSError, match="no file"):
+        publish_bytes(pipe, b"x")
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]

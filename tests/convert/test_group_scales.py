@@ -14,6 +14,7 @@ from container.trunk import GROUPED, amax_scales, pack_rows, unpack_rows
 from convert.arch import detect
 from convert.group_scales import searched_scales
 from runtime.compute.matrix import Matrix
+from runtime.compute.team import Team
 from tests.checkpoints import checkpoint_tensors, logical_tensor
 from tests.strategies import weights
 from validate.reference.decode import decode_trunk_rows
@@ -229,9 +230,9 @@ def test_every_reader_sees_the_same_weights(fmt, cols):
     dense = unpack_rows(values, stored, cols, fmt)
     by_reference = decode_trunk_rows(fmt, values.reshape(-1), stored.view(np.uint8).reshape(-1), cols)
     assert_array_equal(by_reference.numpy(), dense)
-    matrix = Matrix(values, stored, cols, fmt)
+    matrix = Matrix(values, stored, cols, fmt, Team(1))
     x, y = rng.standard_normal(cols).astype(np.float32), rng.standard_normal((1, 40)).astype(np.float32)
-    np.testing.assert_allclose(matrix.matvec(x), dense.astype(np.float64) @ x, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(matrix(x[None])[0], dense.astype(np.float64) @ x, rtol=1e-4, atol=1e-4)
     transposed = matrix.transposed_heads(y, stride=0, first=0)[0]
     np.testing.assert_allclose(transposed, y[0].astype(np.float64) @ dense, rtol=1e-4, atol=1e-4)
     assert float(np.sqrt(np.square(rows - dense).sum() / np.square(rows).sum())) < 0.15

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import convert.codebooks
 import convert.run
 from convert.options import ConvertOptions, Reclaim
 from convert.quality import Quality
@@ -25,7 +26,7 @@ from download.folder import STATE_FOLDER
 from tests.convert.reclaiming import Consumers, reclaimed_lines, shards_here, small_files
 from tests.convert.small import contents, differences, serial_work
 from tests.crash.durable import Durable
-from tests.crash.publish_points import MAX_STEPS, REMOVALS, Steps, attempt, check_state, forked
+from tests.crash.publish_points import LITTLE_TRAINING, MAX_STEPS, REMOVALS, Steps, attempt, check_state, forked
 
 SHARD_NUMBER = re.compile(r"-\d+-of-\d+")
 
@@ -138,6 +139,7 @@ class Points:
 
 def main(source: Path, folder: Path, mode: str, which: str) -> None:
     convert.run.run_work = serial_work  # type: ignore[assignment]
+    convert.codebooks.GREEDY_ALONE = LITTLE_TRAINING
     points = Points(source, folder, mode)
     seen, places = points.steps()
     assert len(seen) < MAX_STEPS

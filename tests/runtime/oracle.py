@@ -20,6 +20,11 @@ from container.trunk import unpack_rows
 F64 = npt.NDArray[np.float64]
 
 
+def relative_error(found: npt.NDArray[np.floating], expected: npt.NDArray[np.floating]) -> float:
+    """The norm of the difference, against the norm of what is expected."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
 def dense_expert_matrix(record: ExpertRecord, kind: str, shape: tuple[int, int], books: F64, quant: ExpertQuant) -> F64:
     """[rows, cols] of one matrix; `books` [stages, entries, 8] of its kind."""
     codes = unpack_indices(record.indices[kind], shape, quant)

@@ -13,7 +13,7 @@ from container.reader import ContainerReader
 from runtime.engine import Engine, Evaluation
 from runtime.memory.plan import plan_memory
 from runtime.options import RunOptions
-from tests.runtime.test_engine import relative_error
+from tests.runtime.oracle import relative_error
 from validate.reference.model import forward
 from validate.reference.sources import ContainerTensors
 

@@ -132,6 +132,9 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(k3: Path) -> None:
         runtime.open(k3, budget="much")
     with pytest.raises(MoedockError, match="needs at least"):
         runtime.open(k3, budget=1 << 20)
+    for size in ({"context": 0}, {"threads": 0}, {"readers": 0}, {"lookahead": -1}, {"chunk": 0}):
+        with pytest.raises(UsageError, match=f"{next(iter(size))} must be a whole number of at least"):
+            runtime.open(k3, **size)  # type: ignore[arg-type]
     with runtime.open(k3, context=8) as model:
         for options in ({"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -1}, {"stop": ""}):
             with pytest.raises(UsageError):

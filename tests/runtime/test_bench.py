@@ -56,6 +56,6 @@ def test_in_words(k3: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]  # fmt: skip
 
 
-def test_a_context_that_is_too_small(k3: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", str(k3), "--ctx", "8"]) == 1
-    assert "give --ctx" in capsys.readouterr().err
+def test_one_budget_at_a_time(k3: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", str(k3), "--cold", "--budget", "1GiB"]) == 2
+    assert "leave out --budget" in capsys.readouterr().err

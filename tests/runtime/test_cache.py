@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from runtime.disk.cache import SlotState, SlotTable, minimum_slots
+from runtime.disk.cache import SlotState, SlotTable
 from runtime.disk.eviction import EvictionPolicy
 
 N_EXPERTS = 6
@@ -89,8 +89,3 @@ class Slots(RuleBasedStateMachine):
 
 Slots.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestSlots = Slots.TestCase
-
-
-def test_room_for_a_layer_and_as_much_read_ahead() -> None:
-    assert minimum_slots(8, 6656) == 16
-    assert minimum_slots(8, 12) == 12

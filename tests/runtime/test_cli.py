@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +19,7 @@ import numpy as np
 import pytest
 
 import runtime
+from container.command import exit_code_of
 from runtime.__main__ import main
 from runtime.commands import build_parser, info
 from runtime.engine import Engine
@@ -184,6 +188,8 @@ def test_ids_that_are_none(k3: Path, capsys: Capture) -> None:
         (["run", "--ids", "1", "--budget", "1MiB"], 1, "this container needs at least"),
         (["run", "--ids", "1", "--top-p", "0"], 2, "top-p must be above 0"),
         (["eval", "--ids", "1", "--dump-logits", "{tmp}/absent/x.npy"], 1, "logits cannot be written"),
+        (["eval", "--ids", "1", "--dump-logits", "{tmp}"], 1, "logits cannot be written (it is there and no file)"),
+        (["bench", "--prompt", "4", "-n", "2", "--ctx", "5"], 2, "--prompt and -n are 6 tokens, --ctx has room for 5"),
         (["run", "--ids", "1", "--session", "{tmp}/absent/x"], 1, "the session cannot be written (there is no folder"),
         (["run", "--ids", "1", "--session", "{tmp}"], 1, "is no session file"),
     ],
@@ -195,6 +201,16 @@ def test_errors(kimi_linear: Path, tmp_path: Path, argv: list[str], code: int, m
     assert captured.out == ""
     assert captured.err.startswith("error: ")
     assert message in captured.err
+
+
+@pytest.mark.parametrize("command", [["run", "x"], ["chat"]])
+@pytest.mark.parametrize("options", [["--top-p", "0"], ["--stop", ""]])
+def test_how_to_choose_tokens_is_checked_before_a_container_is_opened(
+    tmp_path: Path, command: list[str], options: list[str], capsys: Capture
+) -> None:
+    name, *prompt = command
+    assert main([name, str(tmp_path / "absent"), *prompt, *options]) == 2
+    assert "must" in capsys.readouterr().err
 
 
 def test_a_path_that_is_no_container(tmp_path: Path, capsys: Capture) -> None:
@@ -285,6 +301,33 @@ def test_as_a_process_that_loads_only_what_it_needs(kimi_linear: Path, tmp_path:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.split("---")[-1])["ids"] == [1, 2]
+
+
+def test_a_process_without_standard_streams(k3: Path) -> None:
+    command = f"exec {sys.executable} -m runtime tokenize {k3} - <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", command], cwd=ROOT, timeout=120, check=False).returncode == 0
+
+
+def test_what_fails_after_a_dropped_ctrl_c_was_interrupted(capsys: Capture) -> None:
+    """As numba does: Ctrl-C in a callback of its compiler is dropped, then what that should have made is missing."""
+
+    def work() -> int:
+        ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))()
+        raise RuntimeError("no compiled object")
+
+    assert exit_code_of(work) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_ctrl_c_while_modules_are_loaded(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    class Interrupted(MetaPathFinder):
+        def find_spec(self, name: str, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "runtime.commands")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted()])
+    assert main([]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_reader_that_goes_away_is_no_traceback(kimi_linear: Path) -> None:

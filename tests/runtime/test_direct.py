@@ -176,3 +176,8 @@ def test_an_arena_starts_on_a_page_of_zeros(n_bytes: int) -> None:
     if n_bytes:
         page = 2 << 20 if n_bytes >= 2 << 20 else mmap.PAGESIZE
         assert np.frombuffer(memory, dtype=np.uint8).ctypes.data % page == 0
+
+
+def test_more_memory_than_there_is() -> None:
+    with pytest.raises(MemoryError, match="bytes of memory"):
+        arena(1 << 60)

@@ -17,16 +17,12 @@ from runtime.engine import Engine
 from runtime.models import StepTrace
 from runtime.options import RunOptions
 from tests.containers import build_container, k3_config, kimi_linear_config
-from tests.runtime.oracle import Oracle
+from tests.runtime.oracle import Oracle, relative_error
 
 # against f64, token by token and in one chunk
 TOLERANCES = {1: 3e-6, 512: 6e-6}
 TOKEN_BY_TOKEN = RunOptions(chunk=1)
 IDS = [5, 600, 5, 17, 301, 0, 639, 42, 42, 8, 77]
-
-
-def relative_error(found: Any, expected: Any) -> float:
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 def assert_like_the_oracle(folder: Path, ids: list[int]) -> None:

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from container.indices import index_bytes, pack_indices
-from container.layout import EXPERT_QUANTS, VEC_DIM, ExpertQuant
+from container.layout import EXPERT_QUANTS, TILE_ROWS, VEC_DIM, ExpertQuant
 from container.model import KINDS
 from container.records import ExpertRecord
-from runtime.compute import experts, lanes
+from runtime.compute import expert_kernels, experts, lanes
 from runtime.compute.experts import LayerCodebooks
 from runtime.compute.gates import Activation
 from runtime.compute.team import Team
@@ -44,22 +44,34 @@ def random_record(rng: np.random.Generator, quant: ExpertQuant, shapes: dict[str
 rows_of_tiles = st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(125, 131))
 
 
-@given(quants, rows_of_tiles, st.integers(1, 140), teams, seeds)
-def test_expert_matvec_equals_the_unpacked_matrix(
-    quant: ExpertQuant, rows: int, n_vectors: int, team: Team, seed: int
-) -> None:
+def product(record: ExpertRecord, kind: str, books: npt.NDArray[np.float16], x: F32, *, tiles_at_once: int) -> F32:
+    """One of the record's matrices times x, in several calls."""
+    n_stages, n_entries, _ = books.shape
+    by_element = np.ascontiguousarray(books.transpose(0, 2, 1), dtype=np.float32)
+    table = np.empty((x.size // VEC_DIM, n_stages, n_entries), np.float32)
+    expert_kernels.build_table(by_element, x, table, 0, len(table))
+    scales = record.scales[kind].view(np.uint16)
+    out, n_tiles = np.empty(scales.size, np.float32), -(-scales.size // TILE_ROWS)
+    for start in range(0, n_tiles, tiles_at_once):
+        stop = min(start + tiles_at_once, n_tiles)
+        expert_kernels.multiply_tiles(record.indices[kind], table, scales, out, start, stop)
+    return out
+
+
+@given(quants, rows_of_tiles, st.integers(1, 140), seeds)
+def test_one_matrix_equals_the_unpacked_one(quant: ExpertQuant, rows: int, n_vectors: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     shapes = {"gate": (rows, n_vectors * VEC_DIM), "up": (rows, 8), "down": (8, 8)}
     record = random_record(rng, quant, shapes)
     books = normal(rng, 3, quant.n_stages, quant.n_entries, VEC_DIM).astype(np.float16)
     for n, kind in enumerate(KINDS):
         x = normal(rng, shapes[kind][1])
-        found = LayerCodebooks(books, ONE).matvec(record, kind, x)
+        found = product(record, kind, books[n], x, tiles_at_once=100)
         dense = dense_expert_matrix(record, kind, shapes[kind], books[n].astype(np.float64), quant)
         # stages may cancel each other, so the size of a sum is that of its stages
         table = np.einsum("sed,vd->vse", books[n].astype(np.float64), x.reshape(-1, VEC_DIM))
         close(found, dense @ x, np.abs(table).max(axis=2).sum() * record.scales[kind].astype(np.float64))
-        assert np.array_equal(LayerCodebooks(books, team).matvec(record, kind, x), found)
+        assert np.array_equal(product(record, kind, books[n], x, tiles_at_once=1), found)
 
 
 @given(quants, st.integers(1, 20), st.integers(1, 20), st.sampled_from([(0, 0), (4, 25)]), teams, seeds)
@@ -113,7 +125,7 @@ def test_index_bytes_that_do_not_fit_the_table_are_refused() -> None:
         codebooks = LayerCodebooks(np.zeros((3, quant.n_stages, quant.n_entries, VEC_DIM), np.float16), ONE)
         assert record.indices["gate"].size == index_bytes((64, 32), quant)
         with pytest.raises(ValueError, match="do not fit"):
-            codebooks.matvec(record, "gate", np.zeros(24, np.float32))
+            codebooks.expert(record, codebooks.tables(np.zeros(24, np.float32)), Activation())
 
 
 def test_a_vector_that_cannot_be_cut_has_no_table() -> None:

@@ -28,7 +28,8 @@ def reader(*stops: str) -> TextReader:
 
 
 def conversation_of(model: Parrot, prompt: list[int], sampling: Sampling = HOT) -> Conversation[Seen]:
-    conversation = Conversation(model, Sampler(sampling))
+    conversation = Conversation(model)
+    conversation.sampler = Sampler(sampling)
     conversation.extend(prompt)
     return conversation
 
@@ -95,8 +96,8 @@ def test_a_restored_conversation_goes_on() -> None:
     model = Parrot()
     whole = conversation_of(model, [1, 2, 3])
     all_steps(Generation(whole, reader(), limit=5))
-    other = Conversation(model, Sampler(Sampling(temperature=1.0, top_p=0.9, seed=12)))
-    other.ids, other.state = list(whole.ids), Seen(list(whole.state.ids))
+    other = conversation_of(model, whole.ids, Sampling(temperature=1.0, top_p=0.9, seed=12))
+    other.state.ids += whole.state.ids
     other.sampler.restore(whole.sampler.state())
     assert all_steps(Generation(other, reader(), limit=5)) == all_steps(Generation(whole, reader(), limit=5))
 

@@ -29,7 +29,14 @@ from container.model import ModelConfig, canonical_config
 from container.reader import ContainerReader
 from container.records import RecordLayout
 from container.trunk import trunk_size
-from runtime.memory.plan import EMBEDDING_NAME, MemoryPlan, merged_ranges, plan_memory, resident_entries
+from runtime.memory.plan import (
+    EMBEDDING_NAME,
+    MemoryPlan,
+    merged_ranges,
+    minimum_slots,
+    plan_memory,
+    resident_entries,
+)
 from runtime.models.kimi import tensor_needs
 from runtime.options import RunOptions
 from runtime.state import SequenceState
@@ -228,6 +235,11 @@ def test_a_budget_is_never_overdrawn(one: int, more: int) -> None:
     assert taken <= plan.floor_bytes + one
     if small < plan.n_experts:  # and less than one expert is left over
         assert taken > plan.floor_bytes + one - plan.slot_bytes
+
+
+def test_room_for_a_layer_and_as_much_read_ahead() -> None:
+    assert minimum_slots(8, 6656) == 16
+    assert minimum_slots(8, 12) == 12
 
 
 FIXED = plan_memory(k3_manifest(TrunkFormat.Q8G), real_k3(), RunOptions(), n_threads=2)

@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.compute import row_kernels
+from runtime.compute import delta_kernels
 from runtime.engine import Engine, Evaluation
 from runtime.models import kda
 from runtime.models.mla import LatentAttention
 from runtime.models.recall import Recall
 from runtime.options import RunOptions
 from tests.containers import build_container, k3_config, kimi_linear_config
-from tests.runtime.oracle import Oracle, causal_softmax, delta_rule, sigmoid
-from tests.runtime.test_engine import relative_error
+from tests.runtime.oracle import Oracle, causal_softmax, delta_rule, relative_error, sigmoid
 
 TOLERANCE = 1e-5
 IDS = np.random.default_rng(11).integers(0, 640, 130).tolist()
@@ -168,9 +167,9 @@ def test_the_convolution_goes_on_over_chunks(kernel: int, n_tokens: int, n_chunk
     for start in range(0, len(x), n_tokens):
         chunk, target = x[start : start + n_tokens], out[start : start + n_tokens]
         half = n_tokens // 2
-        row_kernels.conv_silu_rows(window, taps, chunk, 0, target[:half])
-        row_kernels.conv_silu_rows(window, taps, chunk, half, target[half:])
-        row_kernels.shift_window(window, chunk)
+        delta_kernels.conv_silu_rows(window, taps, chunk, 0, target[:half])
+        delta_kernels.conv_silu_rows(window, taps, chunk, half, target[half:])
+        delta_kernels.shift_window(window, chunk)
     padded = np.concatenate([np.zeros((kernel - 1, 6)), x])
     y = np.stack([np.sum(padded[t : t + kernel] * taps, axis=0) for t in range(len(x))])
     np.testing.assert_allclose(out, y * sigmoid(y), rtol=1e-5, atol=1e-6)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runtime.compute import team as team_module
 from runtime.compute.team import Team
+from tests.runtime.interrupts import interrupted_everywhere
 
 PATIENCE_S = 30
 
@@ -86,6 +90,34 @@ def test_an_error_of_any_part_is_raised_and_the_team_goes_on(teams: list[Team], 
             team.run(work, 100)
         assert sum(done) == 100
         team.run(lambda start, stop: None, 100)
+
+
+@pytest.mark.parametrize("n_threads", [2, 3])
+def test_an_interrupt_at_any_step_leaves_the_team_usable(n_threads: int) -> None:
+    """And no part of what was interrupted is worked on any longer when the next work begins."""
+    numbers, newest, late = count(), -1, set()
+
+    def work() -> None:
+        number, done = next(numbers), [0] * 12
+
+        def part(start: int, stop: int) -> None:
+            nonlocal newest
+            newest = max(newest, number)
+            time.sleep(2e-4)
+            if number < newest:
+                late.add(number)
+            for item in range(start, stop):
+                done[item] += 1
+
+        crew.run(part, len(done))
+        assert done == [1] * len(done)
+
+    crew = Team(n_threads)
+    for _ in interrupted_everywhere(work, [team_module]):
+        work()
+    crew.close()
+    assert next(numbers) > 40
+    assert not late
 
 
 def test_a_closed_team_has_no_threads_left() -> None:

@@ -46,7 +46,7 @@ def test_a_matrix_is_what_the_file_says(tmp_path: Path, bits: int, fmt: TrunkFor
         expected = dense(reader, name)
         unit = np.zeros(512, np.float32)
         unit[301] = 1
-        np.testing.assert_array_equal(matrix.matvec(unit), expected[:, 301])
+        np.testing.assert_array_equal(matrix(unit[None])[0], expected[:, 301])
         np.testing.assert_array_equal(trunk.array(name), expected)
         # as stored: values and scales are where the file was read to, nothing was copied
         assert np.shares_memory(matrix.values, trunk.matrix(name).values)

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+import convert.run
 from container.layout import VQ3R, ExpertQuant
 from convert.options import ConvertOptions
 from convert.quality import Quality
-from convert.run import convert
 from tests.checkpoints import k3_config, kimi_linear_config, write_checkpoint
+from tests.convert.small import serial_work
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class Converted:
 
 
 def converted(folder: Path, config: Mapping[str, Any], *, quant: ExpertQuant = VQ3R, **options: Any) -> Converted:
-    """Write a checkpoint and convert it, in one worker."""
+    """Write a checkpoint and convert it in this process, with little training."""
     checkpoint, container = folder / "checkpoint", folder / "container"
     write_checkpoint(checkpoint, config, **options)
-    convert(
-        ConvertOptions(source=checkpoint, output=container, workers=1, quant=quant, quality=Quality.FAST), io.StringIO()
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(convert.run, "run_work", serial_work)
+        patched.setattr("convert.codebooks.GREEDY_ALONE", ((65_536, 4),))
+        wanted = ConvertOptions(source=checkpoint, output=container, quant=quant, quality=Quality.FAST)
+        convert.run.convert(wanted, io.StringIO())
     return Converted(config, checkpoint, container)
 
 

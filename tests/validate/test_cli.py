@@ -31,8 +31,9 @@ STRUCTURE = {
 }  # fmt: skip
 WEIGHTS = {"ok": bool, "tensors": list, "kinds": dict, "relative_error": dict, "seconds": float}
 LOGITS = {
-    "ok": bool, "tolerance": float, "relative_error": float, "per_layer": list, "argmax_equal": bool,
-    "top10_equal": float, "routing_equal": bool, "kl": float, "top1_agreement": float, "router": dict, "prompts": list,
+    "ok": bool, "tolerance": float, "relative_error": float, "chunks_error": float, "token_by_token_error": float,
+    "per_layer": list, "argmax_equal": bool, "top10_equal": float, "routing_equal": bool, "kl": float,
+    "top1_agreement": float, "router": dict, "prompts": list,
     "seconds": float,
 }  # fmt: skip
 TOP = {
@@ -81,6 +82,7 @@ def test_the_text_shows_the_same(kimi_linear, capsys):
     assert any(line.startswith("weights: ok; ") for line in lines)
     assert sum(line.split()[0] in ("gate", "up", "down", "F32", "Q8G", "Q4G") for line in lines) == 6
     assert any(line.startswith("logits: ok; runtime against reference, 3 prompts, 41 positions") for line in lines)
+    assert any("  relative error " in line and " (in chunks " in line and ", token by token " in line for line in lines)
     assert any("argmax equal at every position; top-10 sets equal at 100.0%; routing equal" in line for line in lines)
     assert any("original against converted model: KL 0." in line for line in lines)
     assert lines[-1] == f"{kimi_linear.container}: all checks hold"

@@ -19,6 +19,7 @@ from container.records import ExpertRecord
 from runtime.disk.loading import SlotLoader
 from runtime.engine import Engine, Evaluation
 from runtime.models import mla
+from runtime.options import RunOptions
 from tests.validate.conftest import Converted
 from tests.validate.small_models import small_model
 from validate.logits import PROMPT_LENGTHS, check_logits, default_prompts, divergence, relative_errors
@@ -166,17 +167,37 @@ def test_gate_and_up_swapped_in_one_layer(request, which, monkeypatch):
     assert report.per_layer[1] <= TOLERANCE < report.per_layer[2]
     listed = "\n".join(findings.problems)
     assert "above it first after layer 2" in listed
-    assert f"logits, prompt of {len(IDS)} tokens: relative error" in listed
+    for form in ("in chunks", "token by token"):
+        assert f"logits, prompt of {len(IDS)} tokens {form}: relative error" in listed
 
 
 def test_a_small_error_is_judged_by_the_tolerance(kimi_linear, monkeypatch):
     change(monkeypatch, lambda found: found.logits.__imul__(np.float32(1.0001)))
     report, findings = check(kimi_linear, ids=IDS)
     assert report.relative_error == pytest.approx(1e-4, rel=0.05)
-    assert findings.n_problems == 1
+    assert findings.n_problems == 2  # one for each form
     assert "within it after every layer" in findings.problems[0]
     assert report.argmax_equal
     assert check(kimi_linear, ids=IDS, tolerance=1e-3)[1].ok
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_either_form_of_the_runtime_alone_may_be_wrong(kimi_linear, monkeypatch, one_by_one):
+    change(monkeypatch, lambda found: found.logits.__imul__(np.float32(1.01)), one_by_one=one_by_one)
+    report, findings = check(kimi_linear, ids=IDS)
+    assert findings.n_problems == 1
+    assert f"tokens {'token by token' if one_by_one else 'in chunks'}: relative error" in findings.problems[0]
+    wrong, right = report.chunks_error, report.token_by_token_error
+    wrong, right = (right, wrong) if one_by_one else (wrong, right)
+    assert right <= TOLERANCE < wrong == report.relative_error == report.prompts[0].relative_error
+
+
+def test_a_prompt_longer_than_the_default_context(kimi_linear, monkeypatch):
+    monkeypatch.setitem(RunOptions.__init__.__kwdefaults__, "context", 4)
+    report, findings = check(kimi_linear, ids=IDS)
+    assert findings.ok
+    assert len(report.prompts[0].ids) > RunOptions().context
+    assert check(kimi_linear, ids=IDS[:1])[0].chunks_error is None
 
 
 def test_the_worst_position_counts(kimi_linear, monkeypatch):
@@ -201,7 +222,7 @@ def test_another_choice_of_experts_is_named(k3, monkeypatch):
     change(monkeypatch, reroute)
     report, findings = check(k3, ids=IDS)
     assert not report.routing_equal
-    assert findings.n_problems == 1
+    assert findings.n_problems == 2
     assert "other experts than the reference in 2 case(s), first in layer 2 at position 4" in findings.problems[0]
 
 
@@ -254,13 +275,14 @@ def test_a_checkpoint_that_cannot_run_leaves_the_comparison_of_the_container(kim
     assert report.kl is None
 
 
-def change(monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
-    """Let `spoil` change what the runtime returns."""
+def change(monkeypatch: pytest.MonkeyPatch, spoil: Any, *, one_by_one: bool | None = None) -> None:
+    """Let `spoil` change what the runtime returns, in both of its forms or in one."""
     evaluate = Engine.evaluate
 
     def spoiled(engine: Engine, ids: Sequence[int], **options: Any) -> Evaluation:
         found = evaluate(engine, ids, **options)
-        spoil(found)
+        if one_by_one in (None, options.get("one_by_one", False)):
+            spoil(found)
         return found
 
     monkeypatch.setattr(Engine, "evaluate", spoiled)

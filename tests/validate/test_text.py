@@ -18,6 +18,7 @@ from container.errors import CheckError
 from container.layout import TrunkFormat
 from container.reader import ContainerReader
 from runtime.engine import Engine, Evaluation
+from runtime.options import RunOptions
 from tests.checkpoints import k3_config, write_checkpoint
 from tests.containers import build_container
 from tests.validate.conftest import Converted
@@ -278,6 +279,11 @@ def test_an_8_bit_trunk_alone_is_near(stored, tmp_path):
     assert 1e-4 < report.figures.kl.value < 0.1
     with ContainerReader.open(stored[8]) as reader:
         assert {entry.fmt for entry in reader.manifest.trunk} == {TrunkFormat.F32, TrunkFormat.Q8G}
+
+
+def test_a_window_longer_than_the_default_context(kimi_linear, monkeypatch):
+    monkeypatch.setitem(RunOptions.__init__.__kwdefaults__, "context", 4)
+    assert check(kimi_linear)[1].problems == []
 
 
 def test_logits_that_are_no_numbers_are_a_problem(kimi_linear, monkeypatch):
