@@ -7,6 +7,7 @@ All experts of a layer share the codebooks, hence also the tables of one input.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -49,21 +50,28 @@ class LayerCodebooks:
         self._team.run(work, tables.shape[1], least=_LEAST_VECTORS)
         return Tables(*tables)
 
-    def expert(self, record: ExpertRecord, tables: Tables, activation: Activation) -> F32:
-        """The whole expert: down(activation(gate x, up x)), [rows of down], for the x that `tables` were made of."""
-        gate, up = _operands(record, "gate", tables.gate), _operands(record, "up", tables.up)
-        products = np.empty((3, len(gate[2])), dtype=np.float32)
-        if len(up[2]) != products.shape[1]:
-            raise ValueError(f"a gate of {len(gate[2])} rows does not fit an up matrix of {len(up[2])}")
-        down_table = self._empty_tables(1, products[2])[0]
-        settings, down_books = (activation.beta, activation.linear_beta), self._books[2]
-        rooms = products[0], products[1], products[2]
-        work = partial(expert_kernels.gated_tiles, gate, up, settings, rooms, down_books, down_table)
-        self._team.run(work, _n_tiles(products.shape[1]))
-        down = _operands(record, "down", down_table)
-        out = np.empty(len(down[2]), dtype=np.float32)
-        self._team.run(partial(expert_kernels.multiply_tiles, *down, out), _n_tiles(out.size))
-        return out
+    def experts(self, records: Sequence[ExpertRecord], tables: Tables, activation: Activation) -> list[F32]:
+        """Whole experts: down(activation(gate x, up x)), [rows of down] each, for the x that `tables` were made of.
+
+        All of them are two pieces of team work: a thread that sleeps takes long to wake.
+        """
+        inner, outer = [], []
+        outs = []
+        for record in records:
+            gate, up = _operands(record, "gate", tables.gate), _operands(record, "up", tables.up)
+            products = np.empty((3, len(gate[2])), dtype=np.float32)
+            if len(up[2]) != products.shape[1]:
+                raise ValueError(f"a gate of {len(gate[2])} rows does not fit an up matrix of {len(up[2])}")
+            down_table = self._empty_tables(1, products[2])[0]
+            settings, rooms = (activation.beta, activation.linear_beta), (products[0], products[1], products[2])
+            work = partial(expert_kernels.gated_tiles, gate, up, settings, rooms, self._books[2], down_table)
+            inner.append((work, _n_tiles(products.shape[1])))
+            down = _operands(record, "down", down_table)
+            outs.append(np.empty(len(down[2]), dtype=np.float32))
+            outer.append((partial(expert_kernels.multiply_tiles, *down, outs[-1]), _n_tiles(outs[-1].size)))
+        self._team.run_all(inner)
+        self._team.run_all(outer)
+        return outs
 
     def _empty_tables(self, n_kinds: int, x: F32) -> F32:
         """Room for tables of x [cols]: [kinds, vectors, stages, entries]."""

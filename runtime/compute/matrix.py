@@ -106,16 +106,11 @@ def multiply_all(matrices: Sequence[Matrix], x: F32) -> list[F32]:
         return [products.multiply(matrix, x) for matrix in matrices]
     groups = {fmt: _in_groups(x, fmt) for fmt in {matrix.fmt for matrix in matrices}}
     outs = [np.empty((1, matrix.rows), dtype=np.float32) for matrix in matrices]
-    works = [matrix._products(groups[matrix.fmt], 0, 0, out) for matrix, out in zip(matrices, outs, strict=True)]
-
-    def rows_of_all(start: int, stop: int) -> None:
-        for matrix, work in zip(matrices, works, strict=True):
-            if start < matrix.rows and stop > 0:
-                work(max(start, 0), min(stop, matrix.rows))
-            start, stop = start - matrix.rows, stop - matrix.rows
-
-    n_rows = sum(matrix.rows for matrix in matrices)
-    matrices[0].team.run(rows_of_all, n_rows, least=matrices[0]._least_rows())
+    works = [
+        (matrix._products(groups[matrix.fmt], 0, 0, out), matrix.rows)
+        for matrix, out in zip(matrices, outs, strict=True)
+    ]
+    matrices[0].team.run_all(works, least=matrices[0]._least_rows())
     return outs
 
 

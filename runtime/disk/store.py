@@ -101,19 +101,19 @@ class ExpertStore:
         """
         return self._requested(Request(layer, experts, window=len(experts)), None)
 
-    def arrivals(self, request: Request) -> Iterator[tuple[int, ExpertRecord]]:
-        """(index into the request's experts, record), each once, those first that are there.
+    def arrivals(self, request: Request) -> Iterator[list[tuple[int, ExpertRecord]]]:
+        """(index into the request's experts, record), each once: all that are there, as soon as there is one.
 
-        A record is valid until the iterator's next step. Raises FormatError for a bad record, IntegrityError for a
+        Records are valid until the iterator's next step. Raises FormatError for a bad record, IntegrityError for a
         wrong crc32; either names layer and expert. The request ends with the iterator.
         """
         waiting = list(range(len(request.experts)))
         try:
             while waiting:
-                index = self._wait(request, waiting)
-                yield index, self._loader.record(request.slots[index])
-                self._take_back(request, index)
-                waiting.remove(index)
+                there = self._wait(request, waiting)
+                yield [(index, self._loader.record(request.slots[index])) for index in there]
+                self._take_back(request, there)
+                waiting = [index for index in waiting if index not in there]
         finally:
             self._end(request)
 
@@ -127,7 +127,7 @@ class ExpertStore:
             for index in range(len(request.experts)):
                 self._wait(request, [index])
                 yield self._loader.record(request.slots[index])
-                self._take_back(request, index)
+                self._take_back(request, [index])
         finally:
             self._end(request)
 
@@ -213,41 +213,43 @@ class ExpertStore:
         self._table.pin(slot)
         request.slots[index] = slot
 
-    def _wait(self, request: Request, waiting: Sequence[int]) -> int:
-        """The first of `waiting` whose record is there, as soon as there is one."""
+    def _wait(self, request: Request, waiting: Sequence[int]) -> list[int]:
+        """Those of `waiting` whose records are there, as soon as there is one."""
         while True:
             with self._lock, self._books:
                 self._loader.readers.arrived.silence()
-                index = self._there(request, waiting)
-            if index is not None:
-                return index
+                there = self._there(request, waiting)
+            if there:
+                return there
             start = time.perf_counter()
             try:
                 self._loader.readers.arrived.wait()
             finally:
                 self._counts.wait_seconds += time.perf_counter() - start
 
-    def _there(self, request: Request, waiting: Sequence[int]) -> int | None:
-        """The first of `waiting` whose record is there."""
+    def _there(self, request: Request, waiting: Sequence[int]) -> list[int]:
+        """Those of `waiting` whose records are there."""
         self._check_open()
         if self._open is not request:
             raise ValueError(f"the request for experts of layer {request.layer} has ended")
         self._begin(request)
+        there = []
         for index in waiting:
             load = request.loads.get(index)
             if load is not None and load.error is not None:
                 raise load.error
             slot = request.slots.get(index)
             if slot is not None and self._table.state(slot) is SlotState.READY:
-                return index
-        return None
+                there.append(index)
+        return there
 
-    def _take_back(self, request: Request, index: int) -> None:
+    def _take_back(self, request: Request, indices: Sequence[int]) -> None:
         with self._lock, self._books:
             if self._open is request:
-                request.taken.add(index)
-                request.loads.pop(index, None)
-                self._table.unpin(request.slots.pop(index))
+                for index in indices:
+                    request.taken.add(index)
+                    request.loads.pop(index, None)
+                    self._table.unpin(request.slots.pop(index))
 
     def _end(self, request: Request) -> None:
         with self._lock, self._books:

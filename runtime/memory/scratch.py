@@ -77,9 +77,13 @@ def _moe(model: ModelConfig, tokens: int) -> int:
 
 
 def _tables(model: ModelConfig, quant: ExpertQuant) -> int:
-    """Products of one token with all codebook entries for gate, up and down (its last ones too); experts' outputs."""
-    inputs = 2 * model.expert_width + 2 * model.moe.intermediate_size
-    return quant.n_stages * quant.n_entries * inputs // VEC_DIM + model.moe.top_k * model.expert_width
+    """Products of one token with all codebook entries for gate and up, a layer's last ones too; and of each expert the
+    same for down, gate and up and their product, its output twice.
+    """
+    moe = model.moe
+    inputs = 4 * model.expert_width + moe.top_k * moe.intermediate_size
+    per_expert = 3 * moe.intermediate_size + 2 * model.expert_width
+    return quant.n_stages * quant.n_entries * inputs // VEC_DIM + moe.top_k * per_expert
 
 
 def _blocks(model: ModelConfig, tokens: int) -> int:

@@ -162,8 +162,10 @@ class SparseMlp:
         """Weighted sum of the requested experts for x [1, width]: taken as they arrive, added in the order of ids."""
         tables = self._codebooks.tables(x[0])
         outputs = np.empty((len(weights), x.shape[1]), dtype=np.float32)
-        for index, record in self._store.arrivals(request):
-            outputs[index] = self._codebooks.expert(record, tables, self._act)
+        for arrived in self._store.arrivals(request):
+            outs = self._codebooks.experts([record for _, record in arrived], tables, self._act)
+            for (index, _), out in zip(arrived, outs, strict=True):
+                outputs[index] = out
         total = np.zeros_like(x)
         for weight, output in zip(weights, outputs, strict=True):
             total[0] += weight * output

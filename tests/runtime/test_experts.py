@@ -84,8 +84,9 @@ def test_a_whole_expert(
     record = random_record(rng, quant, shapes)
     books = (0.1 * normal(rng, 3, quant.n_stages, quant.n_entries, VEC_DIM)).astype(np.float16)
     x, one, several = normal(rng, width), LayerCodebooks(books, ONE), LayerCodebooks(books, team)
-    found = one.expert(record, one.tables(x), Activation(*betas))
-    assert np.array_equal(several.expert(record, several.tables(x), Activation(*betas)), found)
+    found = one.experts([record], one.tables(x), Activation(*betas))[0]
+    for again in several.experts([record, record, record], several.tables(x), Activation(*betas)):
+        assert np.array_equal(again, found)
     gate, up, down = (
         dense_expert_matrix(record, kind, shapes[kind], books[n].astype(np.float64), quant)
         for n, kind in enumerate(KINDS)
@@ -125,7 +126,7 @@ def test_index_bytes_that_do_not_fit_the_table_are_refused() -> None:
         codebooks = LayerCodebooks(np.zeros((3, quant.n_stages, quant.n_entries, VEC_DIM), np.float16), ONE)
         assert record.indices["gate"].size == index_bytes((64, 32), quant)
         with pytest.raises(ValueError, match="do not fit"):
-            codebooks.expert(record, codebooks.tables(np.zeros(24, np.float32)), Activation())
+            codebooks.experts([record], codebooks.tables(np.zeros(24, np.float32)), Activation())
 
 
 def test_a_vector_that_cannot_be_cut_has_no_table() -> None:

@@ -105,7 +105,7 @@ def gated(reader: ContainerReader, n_slots: int | None = None) -> Iterator[tuple
 
 def taken(store: ExpertStore, layer: int, experts: list[int]) -> dict[int, str]:
     """All records of a request, by expert."""
-    return {experts[index]: flat(record) for index, record in store.arrivals(store.request(layer, experts))}
+    return {experts[index]: flat(record) for index, record in one_by_one(store.arrivals(store.request(layer, experts)))}
 
 
 operations = st.lists(
@@ -164,7 +164,7 @@ def test_what_is_delivered_is_what_the_bank_holds(
                 request = store.request(layer, experts)
                 store.prefetch(LAYERS[(step + 1) % len(LAYERS)], likely)
                 left = set(range(len(experts)))
-                for index, record in store.arrivals(request):
+                for index, record in one_by_one(store.arrivals(request)):
                     assert flat(record) == contents[layer, experts[index]]
                     left.remove(index)
                     if what == "leave":
@@ -204,7 +204,7 @@ def test_demand_goes_before_lookahead_and_waits_for_a_read_that_has_begun(reader
         files.begun.acquire()
         request = store.request(1, [1, 2])
         files.gate.release(1000)
-        assert {index for index, _ in store.arrivals(request)} == {0, 1}
+        assert {index for index, _ in one_by_one(store.arrivals(request))} == {0, 1}
         assert files.log[:3] == [(bank_name(2), 5), (bank_name(1), 1), (bank_name(1), 2)]
         assert set(taken(store, 2, [5, 6])) == {5, 6}
         done = store.statistics
@@ -219,7 +219,7 @@ def test_a_read_ahead_that_is_under_way_is_waited_for(reader: ContainerReader) -
         files.begun.acquire()
         request = store.request(1, [4])
         files.gate.release(1000)
-        assert len(list(store.arrivals(request))) == 1
+        assert len(list(one_by_one(store.arrivals(request)))) == 1
         done = store.statistics
         assert files.log == [(bank_name(1), 4)]
         assert (done.n_hits, done.n_misses, done.n_late, done.ahead_used, done.ahead_reads) == (0, 1, 1, 1, 1)
@@ -232,7 +232,7 @@ def test_lookahead_is_dropped_where_it_was_wrong_or_in_the_way(reader: Container
         request = store.request(1, [1, 7])  # 2 and 3 were wrong, and wait
         assert store.statistics.ahead_dropped == 2
         files.gate.release(1000)
-        assert len(list(store.arrivals(request))) == 2
+        assert len(list(one_by_one(store.arrivals(request)))) == 2
         assert {expert for _, expert in files.log} == {0, 1, 7}
     with gated(reader, 4) as (store, files):
         store.prefetch(2, [0, 1, 2, 3, 4])  # one has no slot
@@ -240,7 +240,7 @@ def test_lookahead_is_dropped_where_it_was_wrong_or_in_the_way(reader: Container
         request = store.request(1, [1, 7])  # takes the slots of the two last
         assert store.statistics.ahead_dropped == 3
         files.gate.release(1000)
-        assert len(list(store.arrivals(request))) == 2
+        assert len(list(one_by_one(store.arrivals(request)))) == 2
         assert files.log[:3] == [(bank_name(2), 0), (bank_name(1), 1), (bank_name(1), 7)]
 
 
@@ -278,7 +278,7 @@ def test_a_record_that_was_used_is_not_read_again_for_the_same_request(reader: C
         files.begun.acquire()
         store.prefetch(2, [5])
         files.begun.acquire()
-        arrivals = store.arrivals(store.request(1, [0, 1, 3, 2]))
+        arrivals = one_by_one(store.arrivals(store.request(1, [0, 1, 3, 2])))
         assert next(arrivals)[0] == 3
         files.gate.release(1000)
         assert [index for index, _ in arrivals] == [0, 1, 2]
@@ -394,8 +394,12 @@ def test_an_interrupt_at_any_step_leaves_the_store_usable(
         work()
 
 
-def delivered(arrivals: Iterator[tuple[int, ExpertRecord]]) -> Iterator[tuple[int, str]]:
-    return ((index, flat(record)) for index, record in arrivals)
+def one_by_one(arrivals: Iterator[list[tuple[int, ExpertRecord]]]) -> Iterator[tuple[int, ExpertRecord]]:
+    return (arrived for group in arrivals for arrived in group)
+
+
+def delivered(arrivals: Iterator[list[tuple[int, ExpertRecord]]]) -> Iterator[tuple[int, str]]:
+    return ((index, flat(record)) for index, record in one_by_one(arrivals))
 
 
 def test_closing_ends_who_waits(reader: ContainerReader) -> None:
