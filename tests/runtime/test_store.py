@@ -432,7 +432,6 @@ def test_closing_ends_who_waits(reader: ContainerReader) -> None:
 def test_a_new_request_ends_the_former(reader: ContainerReader) -> None:
     with opened(reader) as store:
         former = store.arrivals(store.request(1, [0, 1]))
-        next(former)
         for layer in LAYERS:  # its slots are free again
             taken(store, layer, [0, 1, 2, 3, 4])
         with pytest.raises(ValueError, match="experts of layer 1 has ended"):
