@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
+
+# A shell starts background jobs deaf to Ctrl-C, and what they start is deaf too: tests that press it would fail.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests write nothing into the working directory; hypothesis keeps a cache of its own there unless told otherwise.
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "moedock-hypothesis")
