@@ -46,12 +46,13 @@ def work(arguments: argparse.Namespace, streams: Streams) -> int:
         if model.optional_tokenizer is None:
             raise MoedockError(f"{model.folder}: has no tokenizer to chat with; `run --ids` does without")
         resume(model, arguments.session)
-        _say_what_is_missing(model.chat(), arguments, streams)
-        if arguments.system is not None and (model.ids or model.chat() is None):
+        chat = model.chat()
+        _say_what_is_missing(chat, arguments, streams)
+        if arguments.system is not None and (model.ids or chat is None):
             raise UsageError("--system goes with a chat format, and only before the first line")
         while (line := _next_line(streams)) is not None:
             if line.strip():
-                _answer(model, line, choices, arguments, streams)
+                _answer(model, line, choices, arguments, streams, in_turns=chat is not None)
                 choices["seed"] = None  # it begins the draws of the conversation, not of every answer
     return 0
 
@@ -71,17 +72,24 @@ def _next_line(streams: Streams) -> str | None:
 
 
 def _answer(
-    model: OpenModel, line: str, choices: dict[str, Any], arguments: argparse.Namespace, streams: Streams
+    model: OpenModel,
+    line: str,
+    choices: dict[str, Any],
+    arguments: argparse.Namespace,
+    streams: Streams,
+    *,
+    in_turns: bool,
 ) -> None:
+    """Answer a line: `in_turns` of the container's chat format, else by going on from it as plain text."""
     with Interruptible() as interrupted:
         choices["stop_when"] = lambda _: interrupted()
         try:
-            if model.chat() is None:
-                answer = model.generate(line, **choices)
-            else:
+            if in_turns:
                 system = None if model.ids else arguments.system
                 thinking = {"thinking": not arguments.no_think, "effort": arguments.effort}
                 answer = model.reply(line, system=system, **thinking, **choices)
+            else:
+                answer = model.generate(line, **choices)
             show_answer(model, answer, streams, as_json=arguments.json)
             if arguments.session is not None:
                 model.save(arguments.session)

@@ -17,6 +17,7 @@ from container.publish import obstacle, publishing
 from runtime.commands import arguments as shared
 from runtime.commands.opening import opened
 from runtime.commands.streams import Streams
+from runtime.text.sampling import DAMAGED
 
 if TYPE_CHECKING:
     from runtime.api import OpenModel
@@ -65,9 +66,7 @@ def evaluate(model: OpenModel, ids: Sequence[int], *, top: int, dump: Path | Non
     seconds = perf_counter() - start
     used = model.engine.store.statistics - before
     if not np.isfinite(logits).all():
-        raise MoedockError(
-            f"{model.folder}: the logits are NaN or infinite, so weights are damaged; --verify says which"
-        )
+        raise MoedockError(f"{model.folder}: {DAMAGED}")
     if dump is not None:
         _dump(dump, logits)
     return {

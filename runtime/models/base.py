@@ -39,9 +39,9 @@ class Model(Protocol):
         """The state before the first of at most `capacity` tokens."""
 
     def advance(self, state: SequenceState, ids: Sequence[int], trace: StepTrace | None = None) -> F32:
-        """Take T ≥ 1 tokens at once, which the caller has checked; `state` moves on.
+        """Take T ≥ 1 tokens at once, which the caller has checked, room in `state` for them too; `state` moves on.
 
-        Returns what the head reads, [T, hidden]. Raises MoedockError where `state` has no room for T more tokens.
+        Returns what the head reads, [T, hidden].
         """
 
     def logits(self, hidden: F32) -> F32:

@@ -105,7 +105,6 @@ class KimiModel:
         """Take T tokens and return what the head reads, normed [T, hidden]; `state` moves on."""
         if len(state.layers) != len(self.layers):
             raise ValueError(f"a state of {len(state.layers)} layers does not fit a model of {len(self.layers)} layers")
-        state.check_room(len(ids))
         if len(ids) == 1:
             hidden = self._through_layers(state, ids, trace)
         else:

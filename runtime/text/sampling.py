@@ -18,6 +18,7 @@ from container.errors import MoedockError, UsageError
 
 F64 = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int64]
+DAMAGED = "the logits are NaN or infinite, so weights are damaged; --verify says which"
 _FIRST_CANDIDATES = 256  # of a vocabulary of 163,840, sorted first; nearly always the share p lies within
 _MORE = 16  # times as many when it does not
 
@@ -68,7 +69,7 @@ class Sampler:
     def draw(self, logits: npt.NDArray[np.float32]) -> int:
         """The next token by the `logits` [vocabulary]. Raises MoedockError when one is NaN or infinite."""
         if not np.isfinite(logits).all():
-            raise MoedockError("the logits are NaN or infinite, so weights are damaged; --verify says which")
+            raise MoedockError(DAMAGED)
         if self.sampling.temperature == 0:
             return int(np.argmax(logits))
         ids, shares = self.candidates(logits)

@@ -9,7 +9,7 @@ folder     a whole checkpoint folder on disk
 slices     one layer with real expert shapes, streamed to disk
 """
 
-from tests.checkpoints.configs import k3_config, kimi_linear_config
+from tests.checkpoints.configs import K3_DIMENSIONS, k3_config, kimi_linear_config
 from tests.checkpoints.folder import write_checkpoint
 from tests.checkpoints.inventory import TensorSpec, tensor_table
 from tests.checkpoints.mxfp4 import pack_mxfp4, unpack_mxfp4
@@ -17,6 +17,7 @@ from tests.checkpoints.slices import hollow_checkpoint, real_shape_slice
 from tests.checkpoints.weights import checkpoint_tensors, logical_tensor
 
 __all__ = [
+    "K3_DIMENSIONS",
     "TensorSpec",
     "checkpoint_tensors",
     "hollow_checkpoint",

@@ -10,6 +10,28 @@ from tests.checkpoints.tokenizer import BOS_ID, END_OF_TURN_ID, MEDIA_PAD_ID, N_
 
 _TOKEN_IDS: dict[str, Any] = {"bos_token_id": BOS_ID, "eos_token_id": END_OF_TURN_ID, "pad_token_id": PAD_ID}
 
+# Keywords that give `k3_config` the shapes of the released text model (docs/MODELS.md 1.2).
+K3_DIMENSIONS: dict[str, Any] = {
+    "num_hidden_layers": 93,
+    "vocab_size": 163_840,
+    "hidden_size": 7168,
+    "intermediate_size": 33_792,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 96,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts": 896,
+    "num_experts_per_token": 16,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 3072,
+    "routed_expert_hidden_size": 3584,
+    "attn_res_block_size": 12,
+    "linear_attn_config": {"num_heads": 96, "head_dim": 128},
+}
+
 # Defaults of the library that wrote K3's config.json; none of them touches the forward pass. They are here
 # because some look as if they did: `top_k` is not the router's, `max_length` is not the context.
 _SERIALISED_DEFAULTS: dict[str, Any] = json.loads("""{

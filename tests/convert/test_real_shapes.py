@@ -16,27 +16,13 @@ from convert.memory import worker_memory
 from convert.options import ConvertOptions
 from convert.prepare import prepare
 from convert.run import convert
-from tests.checkpoints import hollow_checkpoint, k3_config
+from tests.checkpoints import K3_DIMENSIONS, hollow_checkpoint, k3_config
 
 GIB = 1 << 30
-REAL_SHAPES = {
-    "vocab_size": 163840,
-    "hidden_size": 7168,
-    "intermediate_size": 33792,
+REAL_SHAPES = K3_DIMENSIONS | {
     "num_hidden_layers": 2,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 96,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
     "num_experts": 10,
     "num_experts_per_token": 2,
-    "moe_intermediate_size": 3072,
-    "routed_expert_hidden_size": 3584,
-    "attn_res_block_size": 12,
-    "linear_attn_config": {"num_heads": 96, "head_dim": 128},
     "vision_config": {"text_hidden_size": 7168},
 }
 

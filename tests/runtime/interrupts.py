@@ -32,7 +32,8 @@ def interrupted_everywhere(work: Callable[[], object], modules: list[ModuleType]
         try:
             work()
         except KeyboardInterrupt:
-            pass
+            if not came:  # a real one
+                raise
         finally:
             sys.setprofile(None)
         yield place

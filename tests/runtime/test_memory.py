@@ -40,33 +40,12 @@ from runtime.memory.plan import (
 from runtime.models.kimi import tensor_needs
 from runtime.options import RunOptions
 from runtime.state import SequenceState
-from tests.checkpoints import k3_config
+from tests.checkpoints import K3_DIMENSIONS, k3_config
 from tests.checkpoints.inventory import tensor_table
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
 ROUTER = "block_sparse_moe.gate.weight"
-# text_config of the release, as far as shapes go (docs/MODELS.md 1.2)
-K3_SHAPES: dict[str, Any] = {
-    "vocab_size": 163_840,
-    "hidden_size": 7168,
-    "intermediate_size": 33_792,
-    "num_hidden_layers": 93,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 96,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "num_experts": 896,
-    "num_experts_per_token": 16,
-    "num_shared_experts": 2,
-    "moe_intermediate_size": 3072,
-    "routed_expert_hidden_size": 3584,
-    "attn_res_block_size": 12,
-    "linear_attn_config": {"num_heads": 96, "head_dim": 128},
-}
 # published: context → smallest budget in GiB
 PUBLISHED_FLOORS = {4096: 29.05, 32_768: 30.54, 131_072: 35.63, 1_048_576: 83.21}
 PUBLISHED_TRUNK = 27.28
@@ -74,7 +53,7 @@ PUBLISHED_WORKING_SET = 17.0
 
 
 def real_k3() -> ModelConfig:
-    return ModelConfig.from_config(canonical_config(k3_config(**K3_SHAPES)))
+    return ModelConfig.from_config(canonical_config(k3_config(**K3_DIMENSIONS)))
 
 
 def trunk_entries(config: dict[str, Any], *, router: TrunkFormat) -> tuple[TrunkEntry, ...]:
@@ -125,7 +104,7 @@ def k3_manifest(router: TrunkFormat) -> Manifest:
             )
             for layer in model.moe_layers
         },
-        trunk=trunk_entries(K3_SHAPES, router=router),
+        trunk=trunk_entries(K3_DIMENSIONS, router=router),
     )
 
 
